@@ -1070,7 +1070,7 @@ def test_balance_of_unequal_documents(heads):
     block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
     table, *_ = work.query_tile_table(block, *tile, torch.device("cpu"))
     weights = ((table[0, :, 5] - table[0, :, 2]) / 128 + 2.0).tolist()
-    longest = work.heads_of_longest(block, False, tile, workers)
+    longest = work.heads_of_longest(block.query_tiles(*tile), workers)
 
     def time_over_least(longest):
         free = [0.0] * workers
@@ -1102,13 +1102,13 @@ def test_longest_tile_counts_where_tiles_differ():
     packed = documents(seq, seq, lengths=(2048, *(128,) * 16))
     for mask in ((start, end), window(seq, seq), short[0], batch):
         block = on_host(make_block(*mask, seq))
-        assert work.heads_of_longest(block, False, tile, 132) == 0.0
-        assert work.heads_of_longest(block, True, tile, 132) == 0.0
+        assert work.heads_of_longest(block.query_tiles(*tile), 132) == 0.0
+        assert work.heads_of_longest(block.key_tiles(*tile), 132) == 0.0
     tiles = sum(range(1, 17)) + 16  # of pairs of 128 x 128
     for mask in (packed, (torch.cat([start, packed[0]]), torch.cat([end, packed[1]]))):
         block = on_host(make_block(*mask, seq))
-        assert work.heads_of_longest(block, False, tile, 132) == pytest.approx(16 * 132 / tiles)
-        assert work.heads_of_longest(block, True, tile, 132) == pytest.approx(16 * 132 / tiles)
+        assert work.heads_of_longest(block.query_tiles(*tile), 132) == pytest.approx(16 * 132 / tiles)
+        assert work.heads_of_longest(block.key_tiles(*tile), 132) == pytest.approx(16 * 132 / tiles)
 
 
 @pytest.mark.parametrize("seq", [100, 2048, 4096, 32768])

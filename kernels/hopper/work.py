@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import Block
+from ..contract import Block, TileMap
 from ..launch import CLUSTERS, multiprocessors
 from ..long_sums import LEAST_HEADS
 from ..upload import upload
@@ -87,29 +87,25 @@ def keys_of_a_pair(block: Block) -> float:
     return math.inf if block.start.is_cuda else block.memo.once("keys of a pair", make)
 
 
-def heads_of_longest(block: Block, of_keys: bool, tile: tuple[int, int], workers: int) -> float:
+def heads_of_longest(tiles: TileMap, workers: int) -> float:
     """Return how long the longest tile takes, in units of the time in which all workers together finish one head.
 
     5.0: while one worker is at that tile, the others finish five heads. If fewer heads are scheduled together at the
     end, the last head's longest tile starts late, and its worker runs on alone. 0.0 if no tile exceeds
-    :data:`UNEQUAL` times the mean of its batch row (tiles that see nothing do not count), or if the block is on a GPU,
+    :data:`UNEQUAL` times the mean of its batch row (tiles that see nothing do not count), or if the tiles are on a GPU,
     for which the host does not wait. Of several batch rows the largest.
 
     Args:
-        of_keys: tiles of keys, whose work is the queries that they meet (backward), not tiles of queries (forward).
-        tile: its queries and keys.
+        tiles: of queries, whose work is the keys that they visit (forward), or of keys (backward).
+        workers: CTAs that run at the same time.
     """
-
-    def make() -> float:
-        span = (block.key_tiles(*tile) if of_keys else block.query_tiles(*tile)).span
-        work = (span[..., 3] - span[..., 0]).double()
-        longest, total, some = work.amax(-1), work.sum(-1), work.count_nonzero(-1)
-        heads = longest * workers / total.clamp(min=1.0)
-        return float(torch.where(longest * some > UNEQUAL * total, heads, 0.0).max())
-
-    if block.start.is_cuda or 0 in (block.seq_q, block.seq_k):
+    span = tiles.span
+    if span.is_cuda or not span.numel():
         return 0.0
-    return block.memo.once(("heads of the longest tile", of_keys, tile, workers), make)
+    work = (span[..., 3] - span[..., 0]).double()
+    longest, total, some = work.amax(-1), work.sum(-1), work.count_nonzero(-1)
+    heads = longest * workers / total.clamp(min=1.0)
+    return float(torch.where(longest * some > UNEQUAL * total, heads, 0.0).max())
 
 
 def head_sweeps(
@@ -279,7 +275,7 @@ def sweep(rows: int, tiles: int, workers: int, parts: int) -> int:
             heapq.heapreplace(ends, ends[0] + tiles - inside // size)
         return max(ends)
 
-    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
+    sizes = _sweeps(heads, parts)
     makespans = {size: makespan(size) for size in sizes}
     return next(size for size in sizes if makespans[size] <= 1.01 * min(makespans.values()))
 
@@ -323,11 +319,12 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     usual = Order(sweep(k.shape[0] * k.shape[2], tiles, workers, split.parts))
     if block.seq_k > block.seq_q:
         return usual
-    unequal = heads_of_longest(block, True, (queries_per_step(q), keys), workers) > 0.0
+    unequal = heads_of_longest(block.key_tiles(queries_per_step(q), keys), workers) > 0.0
     if unequal and q.shape[-1] <= 192 and keys_of_a_pair(block) <= LONG_DOCUMENTS:
         rows = k.shape[0] * heads
-        size = _together(rows, split.parts)
-        if size < max(usual.sweep, min(rows, NEIGHBOURS) // 2):  # a prime number of heads
+        near = [n for n in _sweeps(rows, split.parts) if min(rows, NEIGHBOURS // 2) <= n <= 2 * NEIGHBOURS]
+        size = min(near, key=lambda n: abs(n - NEIGHBOURS), default=0)  # 0: 37 heads, say
+        if size < usual.sweep:
             return usual
         return Order(size, max(1, (in_run if per_processor > MANY_PROGRAMS else 2) * workers // size))
     if per_processor < FEW_PROGRAMS:
@@ -345,12 +342,10 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     return Order(fitting[-1], max(1, in_run * workers // fitting[-1]))
 
 
-def _together(rows: int, parts: int) -> int:
-    """Return how many of all parts of groups to walk together where tiles are unequal: about :data:`NEIGHBOURS`."""
-    sizes = [n for n in range(1, rows + 1) if rows % n == 0 and (n % parts == 0 or parts % n == 0)]
-    below = max(n for n in sizes if n <= NEIGHBOURS)
-    above = next((n for n in sizes if NEIGHBOURS < n <= 2 * NEIGHBOURS), below)
-    return below if 2 * below > NEIGHBOURS else above
+def _sweeps(rows: int, parts: int) -> list[int]:
+    """Return how many parts of groups can be walked at the same time, of ``rows``: numbers that divide them and are a
+    multiple of ``parts`` or divide it, so that groups complete together or one after the other."""
+    return [n for n in range(1, rows + 1) if rows % n == 0 and (n % parts == 0 or parts % n == 0)]
 
 
 def _pairs(block: Block) -> float:
@@ -387,7 +382,7 @@ def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, t
     """
     keys, parts, rows = keys_per_tile(q), split.parts, k.shape[0] * k.shape[2]
     workers, heads = processors(q), rows * parts
-    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (n % parts == 0 or parts % n == 0)]
+    sizes = _sweeps(heads, parts)
     tile = keys * _bytes_of_queries(q, k, v, split)
     visited = _pairs(block) / max(1, block.seq_k * keys)  # tiles of queries that a key tile sees
     together = max(TOGETHER, 2 * workers // max(1, tiles))
