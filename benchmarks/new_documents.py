@@ -24,7 +24,7 @@ import torch
 import ringattn
 from benchmarks.documents import LENGTHS, bounds
 from ringattn.dataflow import fetching, gathered
-from ringattn.kernels.hopper import work
+from ringattn.kernels.hopper import forward_work, work
 from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
 
@@ -54,7 +54,7 @@ def first_call(plan: Plan) -> None:
     else:
         blocks = [plan.block(plan.rank, step.owner) for step in plan.steps if step.compute and step.owner is not None]
     for block in blocks:
-        work.query_tile_table(block, 128, 128, CPU)
+        forward_work.query_tile_table(block, 128, 128, CPU)
         work.key_tile_table(block, 128, 64, CPU)
 
 

@@ -440,14 +440,14 @@ MUTANTS = (
     ),
     Mutant(
         "hopper forward: two groups of heads come last although the lengths of documents differ",
-        "kernels/hopper/work.py",
+        "kernels/hopper/forward_work.py",
         "math.ceil(COVER * longest / group)",
         "2",
         "tests/test_hopper_forward.py -k unequal_documents",
     ),
     Mutant(
         "hopper forward: waits for the keys of all heads where lengths of documents differ",
-        "kernels/hopper/work.py",
+        "kernels/hopper/forward_work.py",
         "groups // 2 if arriving else groups",
         "groups",
         "tests/test_hopper_forward.py -k wait_for_the_last_keys",
@@ -582,14 +582,14 @@ MUTANTS = (
     ),
     Mutant(
         "hopper: keys are divided where bits must not depend on other rows",
-        "kernels/hopper/work.py",
+        "kernels/hopper/forward_work.py",
         "if block.ordered or block.start.is_cuda or worth >= 1.0:",
         "if block.start.is_cuda or worth >= 1.0:",
         "tests/test_hopper_forward.py -k query_tiles_that_differ",
     ),
     Mutant(
         "hopper: keys are divided of query tiles that differ",
-        "kernels/hopper/work.py",
+        "kernels/hopper/forward_work.py",
         "if len(key_tiles) != 1:",
         "if not key_tiles:",
         "tests/test_hopper_forward.py -k query_tiles_that_differ",

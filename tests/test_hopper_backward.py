@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
-import heapq
 import itertools
 import json
 import math
@@ -41,7 +40,9 @@ from kernel_contract import (
     per_batch,
     window,
 )
+from list_scheduling import last_end
 
+from benchmarks.documents import bounds
 from ringattn.kernels import launch
 from ringattn.kernels.backends import BACKENDS, choose
 from ringattn.kernels.contract import Block, Delivery, Keys, Outputs, Queries, ReadyFlags, Score
@@ -544,8 +545,8 @@ def test_needs_hopper():
 def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, pairs, expected, monkeypatch):
     monkeypatch.setattr(work, "processors", lambda _: 132)
     q, k = (torch.empty(1, seq, n, 128, device="meta") for n in (heads, kv_heads))
-    rows = torch.empty(1, seq, device="meta")
-    block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), pairs)
+    rows = torch.zeros(1, seq, dtype=torch.int32, device="cpu")
+    block = Block(rows, rows + seq, rows[0], rows[0], (seq,), (seq,), pairs)
     assert work.split_groups(q, k, block) == expected
 
 
@@ -583,35 +584,58 @@ def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expec
 UNEQUAL = functools.partial(documents, lengths=(300, 2500, 700, 5200, 150, 1100, 4200, 2234) * 2)
 
 
+def last_program_ends(q, k, block, split, order):
+    """Return when, and the mean of the processors, in steps, with 3 for prologue and epilogue."""
+    sizes = work.keys_per_tile(q), work.queries_per_step(q)
+    info, _ = work.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
+    rows, tiles, workers = len(q) * k.shape[2] * split.parts, info.shape[1], 132 // work.ctas_per_tile(q)
+    assert rows % order.sweep == 0
+    assert order.sweep % split.parts == 0 or split.parts % order.sweep == 0
+    steps = ((info[0, :, 3] - info[0, :, 2]) * (q.shape[2] // k.shape[2] // split.parts) + 3).tolist()
+    inside = [tile for tile in range(tiles) for _ in range(order.sweep)]
+    end = last_end((steps[tile] for _ in range(rows // order.sweep) for tile in inside), workers)
+    return end, rows * sum(steps) / workers
+
+
+def heads_of(dim, heads, kv_heads, batch, seq):
+    return (torch.empty(batch, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+
+
 @pytest.mark.parametrize(("dim", "heads", "kv_heads", "batch", "seq"), [
     (64, 64, 8, 1, 16384), (64, 16, 16, 1, 8192), (96, 32, 8, 1, 16384), (128, 32, 8, 1, 16384),
     (128, 16, 16, 1, 16384), (128, 20, 20, 1, 8192), (64, 40, 40, 1, 8192), (64, 8, 1, 8, 8192), (128, 16, 2, 4, 16384),
 ])  # fmt: skip
 def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, kv_heads, batch, seq, monkeypatch):
-    """In list scheduling, where a processor that is free takes the next program."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
-    q, k = (torch.empty(batch, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
+    q, k = heads_of(dim, heads, kv_heads, batch, seq)
     block = on_host(make_block(*UNEQUAL(seq, seq), seq))
     split = work.split_groups(q, k, block)
-    rows = batch * kv_heads * split.parts
+    end, mean = last_program_ends(q, k, block, split, work.order_of_programs(q, k, k, block, split))
+    assert end < 1.06 * mean
+    usual = work.Order(work.sweep(batch * kv_heads, work.tiles_of_head(block, work.keys_per_tile(q)), 132, split.parts))
+    assert last_program_ends(q, k, block, split, usual)[0] > end + 0.02 * mean
 
-    def time_over_least(order):
-        sizes = work.keys_per_tile(q), work.queries_per_step(q)
-        info, _ = work.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
-        ends, tiles = [0.0] * 132, info.shape[1]
-        assert rows % order.sweep == 0
-        assert order.sweep % split.parts == 0 or split.parts % order.sweep == 0
-        heads_of_part = heads // kv_heads // split.parts
-        steps = ((info[0, :, 3] - info[0, :, 2]) * heads_of_part + 3).tolist()  # three: prologue and epilogue
-        for program in range(rows * tiles):
-            heapq.heapreplace(ends, ends[0] + steps[program % (order.sweep * tiles) // order.sweep])
-        return max(ends) * 132 / (rows * sum(steps))
 
-    order = work.order_of_programs(q, k, k, block, split)
-    assert time_over_least(order) < 1.06
-    tiles = work.tiles_of_head(block, work.keys_per_tile(q))
-    usual = work.Order(work.sweep(batch * kv_heads, tiles, 132, split.parts))
-    assert time_over_least(usual) > time_over_least(order) + 0.02
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq", "apart"), [
+    (128, 8, 1, 16384, True), (128, 16, 2, 16384, False), (128, 8, 2, 16384, False), (64, 8, 1, 16384, True),
+    (128, 16, 2, 8192, True), (256, 8, 1, 16384, False),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["published", "pareto"])
+def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, seq, apart, name, monkeypatch):
+    """One program with all heads of a group and the longest tile would take longer than all others together."""
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(work, "CLUSTERS", True)
+    q, k = heads_of(dim, heads, kv_heads, 1, seq)
+    lengths = tuple(past - first for first, past in itertools.pairwise(bounds(name, seq, seed=0)))
+    block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
+    split = work.split_groups(q, k, block)
+    ends = {}
+    for parts in (n for n in range(1, heads // kv_heads + 1) if heads // kv_heads % n == 0):
+        order = work.order_of_programs(q, k, k, block, work.Split(parts))
+        ends[parts], _ = last_program_ends(q, k, block, work.Split(parts), order)
+    assert split.apart == apart
+    assert ends[split.parts] < 1.1 * min(ends.values())
+    assert ends[split.parts] < 0.8 * ends[1]
 
 
 def test_prime_numbers_of_heads_keep_the_order_of_equal_tiles():
@@ -968,6 +992,25 @@ def test_key_tiles_by_position(dims, mask, batch, heads, kv_heads, parts, monkey
     assert torch.equal(dk, dk_usual)
     assert torch.equal(dv, dv_usual)
     assert (dq - dq_usual).norm() < 1e-4 * dq.norm()
+
+
+@needs_hopper
+@pytest.mark.parametrize(("dims", "heads", "kv_heads"), [
+    ((64, 64), 8, 1), ((128, 128), 8, 1), ((128, 128), 16, 2), ((256, 256), 8, 1),
+])  # fmt: skip
+def test_more_parts_of_a_group_where_documents_differ(dims, heads, kv_heads, monkeypatch):
+    """Gradients are those of undivided groups, up to the order of sums and what the matrix units cut off them
+    (``test_deterministic``)."""
+    seq = 16384
+    queries, keys, score = problem(UNEQUAL, 1, seq, heads, kv_heads, dims)
+    keys = keys._replace(block=on_host(keys.block))
+    assert work.split_groups(queries.q, keys.k, keys.block).parts > 1
+    divided = gradients((queries, keys, score))
+    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(1))
+    undivided = gradients((queries, keys._replace(block=on_host(keys.block)), score))
+    cut_off = 5200 * heads / kv_heads / 16 * torch.finfo(torch.float32).eps / (4 * math.log(2))
+    for a, b in zip(divided, undivided, strict=True):
+        assert (a - b).norm() <= max(1e-5, cut_off) * b.norm()
 
 
 def repeat(mask, dims, seq, heads, kv_heads, times):

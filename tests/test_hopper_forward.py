@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import itertools
 import json
 import os
@@ -49,13 +48,14 @@ from kernel_contract import (
     refusals,
     window,
 )
+from list_scheduling import last_end
 
 from benchmarks.documents import bounds
 from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import forward_consumer, primitives, work
+from ringattn.kernels.hopper import forward_consumer, forward_work, primitives, work
 from ringattn.kernels.hopper import work_counter as work_counters
 from ringattn.kernels.hopper.work_counter import work_counter
 from ringattn.memo import Memo
@@ -430,7 +430,7 @@ def test_divided_query_tiles(dims, case, monkeypatch):
     divisions = []
     monkeypatch.setattr(hopper_forward, "MOST_KEYS", 0)
     monkeypatch.setattr(
-        hopper_forward, "divide_last", lambda *args: divisions.append(work.divide_last(*args)) or divisions[-1]
+        hopper_forward, "divide_last", lambda *args: divisions.append(forward_work.divide_last(*args)) or divisions[-1]
     )
     x = make_problem(DIVIDED[case], torch.bfloat16, 47, dims)
     x = x._replace(chunks=[(part, on_host(block)) for part, block in x.chunks], whole=on_host(x.whole))
@@ -454,7 +454,7 @@ def test_whole_and_divided_query_tiles():
     """150 query tiles for 132 processors: 18 of them are divided, in a graph as well."""
     q, k, v = make_inputs(seq_q=128 * 25, seq_k=4000, heads=6)
     block = on_host(make_block(*full(128 * 25, 4000), 4000))
-    division = work.divide_last(block, 128, 128, 6, work.processors(q), 0.005)
+    division = forward_work.divide_last(block, 128, 128, 6, work.processors(q), 0.005)
     assert division is not None
     assert division.undivided == work.processors(q)
     got = BACKEND.output(q, Keys(k, v, block), simple(128))
@@ -474,7 +474,7 @@ def test_whole_and_divided_query_tiles():
 @pytest.mark.parametrize("key_tiles", [1, 3, 16, 128, 513])
 def test_division_of_the_last_query_tiles(query_tiles, key_tiles):
     """It takes less time than turns of whole query tiles, by steps of key tiles, and its memory is bounded."""
-    division = work.best_division(query_tiles, key_tiles, 132, 0.005)
+    division = forward_work.best_division(query_tiles, key_tiles, 132, 0.005)
     last = query_tiles % 132
     if last == 0 or key_tiles < 4:
         assert division is None
@@ -483,7 +483,7 @@ def test_division_of_the_last_query_tiles(query_tiles, key_tiles):
         assert division.all_parts == division.parts * last <= 3 * 132
         assert 2 * division.parts <= key_tiles
         turns = -(-division.all_parts // 132)
-        assert turns * (key_tiles / division.parts + work.STEPS_OF_A_PART) < key_tiles
+        assert turns * (key_tiles / division.parts + forward_work.STEPS_OF_A_PART) < key_tiles
     assert (division is not None) == ((query_tiles, key_tiles) in WORTH_DIVIDING)
 
 
@@ -496,11 +496,11 @@ WORTH_DIVIDING = {
 @pytest.mark.parametrize("mask", [causal, window])
 def test_query_tiles_that_differ_are_not_divided(mask):
     block = on_host(make_block(*mask(2000, 6000), 6000))  # causal: 32 to 47 tiles of keys
-    assert work.divide_last(block, 128, 128, 2, 132, 0.005) is None
+    assert forward_work.divide_last(block, 128, 128, 2, 132, 0.005) is None
     block = on_host(make_block(*full(2000, 2000), 2000))
-    assert work.divide_last(block, 128, 128, 2, 132, 0.005) is not None
+    assert forward_work.divide_last(block, 128, 128, 2, 132, 0.005) is not None
     ordered = replace(block, ordered=True)  # its bits would depend on how many query tiles there are
-    assert work.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
+    assert forward_work.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
 
 
 @pytest.mark.parametrize(("mask", "consumers"), [
@@ -1040,8 +1040,8 @@ def test_own_keys_are_in_the_chunk_or_in_whole_tiles(seed):
 
 def test_table_is_made_once_and_heaviest_first():
     block = make_block(*causal(1000, 1000), 1000)
-    table, start, end = work.query_tile_table(block, 128, 128, block.start.device)
-    assert work.query_tile_table(block, 128, 128, block.start.device)[0] is table
+    table, start, end = forward_work.query_tile_table(block, 128, 128, block.start.device)
+    assert forward_work.query_tile_table(block, 128, 128, block.start.device)[0] is table
     assert (table[0, :, 5] - table[0, :, 2]).diff().le(0).all()
     assert start.is_contiguous()
     assert end.is_contiguous()
@@ -1056,10 +1056,8 @@ def test_balance(seq, heads):
     """Under a causal mask, workers that take the next tile when they are free all end within 3.5 % of the mean."""
     workers, tiles = 132, seq // 128
     weights = [tiles - rank + 1.0 for rank in range(tiles)]
-    free = [0.0] * workers
-    for _, rank in work_order(tiles, heads, workers):
-        heapq.heapreplace(free, free[0] + weights[rank])
-    assert max(free) <= 1.035 * sum(weights) * heads / workers
+    end = last_end((weights[rank] for _, rank in work_order(tiles, heads, workers)), workers)
+    assert end <= 1.035 * sum(weights) * heads / workers
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
@@ -1068,15 +1066,13 @@ def test_balance_of_unequal_documents(heads):
     seq, workers, tile = 16384, 132, (128, 128)
     lengths = tuple(past - first for first, past in itertools.pairwise(bounds("published", seq, seed=2)))
     block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
-    table, *_ = work.query_tile_table(block, *tile, torch.device("cpu"))
+    table, *_ = forward_work.query_tile_table(block, *tile, torch.device("cpu"))
     weights = ((table[0, :, 5] - table[0, :, 2]) / 128 + 2.0).tolist()
     longest = work.heads_of_longest(block.query_tiles(*tile), workers)
 
     def time_over_least(longest):
-        free = [0.0] * workers
-        for _, rank in work_order(len(weights), heads, workers, longest):
-            heapq.heapreplace(free, free[0] + weights[rank])
-        return max(free) * workers / sum(weights) / heads
+        order = work_order(len(weights), heads, workers, longest)
+        return last_end((weights[rank] for _, rank in order), workers) * workers / sum(weights) / heads
 
     assert longest > 1.0
     assert time_over_least(longest) < 1.01
@@ -1086,10 +1082,10 @@ def test_balance_of_unequal_documents(heads):
 def test_long_tiles_do_not_make_a_kernel_wait_for_the_last_keys():
     """Keys that come from other ranks come head by head: half of the heads, in a short row too, before all others."""
     for tiles, heads in ((32, 32), (64, 32), (128, 16)):
-        group, early = work.head_sweeps(tiles, heads, 132, longest=50.0, arriving=True)
+        group, early = forward_work.head_sweeps(tiles, heads, 132, longest=50.0, arriving=True)
         assert early >= heads // 2 > 0
         assert early % group == 0
-        assert work.head_sweeps(tiles, heads, 132, longest=50.0) == (group, 0)
+        assert forward_work.head_sweeps(tiles, heads, 132, longest=50.0) == (group, 0)
 
 
 def test_longest_tile_counts_where_tiles_differ():
@@ -1122,7 +1118,7 @@ def test_heads_come_in_order(seq, heads):
 
 def work_order(tiles, heads, workers, longest=0.0):
     """Yield head and row of the tile table for each number of the work counter, as ``_tile_info`` computes them."""
-    group, early = work.head_sweeps(tiles, heads, min(workers, tiles * heads), longest)
+    group, early = forward_work.head_sweeps(tiles, heads, min(workers, tiles * heads), longest)
     for number in range(tiles * heads):
         first = min(number // (group * tiles) * group, early)
         together = group if first < early else heads - early

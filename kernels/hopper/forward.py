@@ -65,9 +65,10 @@ from . import forward_pair_pieces as pair
 from .forward_consumer import consumer
 from .forward_pieces import INFO, ROWS, SLOTS
 from .forward_producer import producer
+from .forward_work import Division, divide_last, head_sweeps, query_tile_table
 from .scores import Changes, padded_positions
 from .tensor_maps import view
-from .work import Division, divide_last, head_sweeps, heads_of_longest, mean_keys, processors, query_tile_table
+from .work import heads_of_longest, mean_keys, processors
 from .work_counter import work_counter
 
 

@@ -3,9 +3,9 @@ query tiles than processors.
 
 All query tiles of a full mask take the same time. 16 heads of 16,384 queries are 2,048 of them, for 132 processors
 15.5 each: for half of the last one of 16 turns a processor would have nothing to do. So the keys of these last ones
-are divided (:func:`.work.divide_last`), as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/) and Stream-K
-(Osama et al. 2023, arXiv:2301.03598). A part is a piece of work like a query tile. Its sums go to memory, and the last
-one to arrive adds up those of all parts, in their order, so that the result has the same bits each time.
+are divided (:func:`.forward_work.divide_last`), as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/) and
+Stream-K (Osama et al. 2023, arXiv:2301.03598). A part is a piece of work like a query tile. Its sums go to memory, and
+the last one to arrive adds up those of all parts, in their order, so that the result has the same bits each time.
 """
 
 from __future__ import annotations

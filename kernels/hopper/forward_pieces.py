@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(64)  # query rows of a consumer: the M of one wgmma
-INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see work.query_tile_table
+INFO = gl.constexpr(8)  # int32 numbers that describe a query tile, see forward_work.query_tile_table
 SLOTS = gl.constexpr(4)  # descriptions in shared memory: one is read until two tiles later
 INFO_LAYOUT = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # every thread holds all of them
 

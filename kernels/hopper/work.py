@@ -1,4 +1,5 @@
-"""The division of the Hopper kernels' work, planned on the host: tables of tiles, order of the CTAs, shares of a group.
+"""The division of the Hopper kernels' work, planned on the host: tables of key tiles, order of the CTAs, shares of a
+group. What the forward alone needs is in :mod:`.forward_work`.
 
 Tables are made where the block is, on the host for those of a plan, sent to the device in one copy, and kept in the
 block's memo: one per tile size.
@@ -25,9 +26,12 @@ ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_QUERIES = 1024  # of a run of queries, if they are divided because there are few keys
 TOGETHER = 4  # parts of groups that a backward walks at the same time where dQ is added in order
 IN_L2 = 22 << 20  # bytes that stay in L2 while all else passes through it
-STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
-MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
 LEAST_STEPS = 128  # of a CTA of the backward, if its group has as many: the prologue and epilogue cost three steps
+STEPS_OF_ENDS = 4  # in the time of a program's prologue and epilogue
+BYTES_OF_A_STEP = 9 << 20  # that memory moves in the time in which a CTA multiplies a key tile and a query tile
+LATE = 0.15  # of the longest program's time passes before it begins
+HIDDEN = 0.75  # of the time in which parts add to gradients in turns, behind the products of other programs
+MOST_IN_TURN = 2  # parts of a group that add to the same dk and dv, where there is memory for more of them
 FEW_KEYS = 1400  # that the query of a pair sees in the mean (documents of 2,048), where memory limits the backward
 NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
 NEAR_IN_L2 = 28 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
@@ -36,33 +40,11 @@ FEW_PROGRAMS = 7  # of the backward for each processor: with fewer, tiles that a
 LONGER_RUNS = {64: 2}  # by head dim: tiles for each processor in a run, longest first; others are taken by position
 UNEQUAL = 2.0  # the longest tile over the mean of those that see anything; under a causal mask a little less
 LONG_DOCUMENTS = 8192  # unequal tiles were timed up to about so many keys of a query, in the mean of all visible pairs
-COVER = 1.5  # heads of the forward's last sweep, over heads_of_longest()
 
 
 def processors(x: Tensor) -> int:
     """Return the number of multiprocessors of a tensor's device; those of an H100 for the CPU."""
     return multiprocessors(x.device) if x.is_cuda else 132
-
-
-# --- forward -----------------------------------------------------------------------------------------------------
-
-
-def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return descriptions of the query tiles, heaviest first, and the intervals ``start`` and ``end``, contiguous.
-
-    A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span (see ``TileMap``), and two
-    numbers that the kernel fills in (batch and head).
-    """
-
-    def make() -> tuple[Tensor, Tensor, Tensor]:
-        rows, span = block.query_tiles(block_m, block_n)
-        order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
-        table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
-        table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
-        return table, block.start.contiguous(), block.end.contiguous()
-
-    table, start, end = block.on(device, ("hopper query tiles", block_m, block_n), make)
-    return table, start, end
 
 
 def mean_keys(block: Block) -> float:
@@ -108,75 +90,6 @@ def heads_of_longest(tiles: TileMap, workers: int) -> float:
     return float(torch.where(longest * some > UNEQUAL * total, heads, 0.0).max())
 
 
-def head_sweeps(
-    n_tiles: int, n_heads: int, workers: int, longest: float = 0.0, arriving: bool = False
-) -> tuple[int, int]:
-    """Return how many heads the forward sweeps together, and how many heads come before its last sweep.
-
-    Few heads at a time keep their keys in L2; a sweep has about one tile per worker. The last sweep has at least two
-    groups, so that light tiles fill the gaps that heavy ones leave. Where tiles are unequal it has at least
-    :data:`COVER` times ``longest`` heads, so that the longest tiles of all heads that are left start first.
-
-    Args:
-        longest: see :func:`heads_of_longest`.
-        arriving: keys come from other ranks during the kernel, head by head: a long last sweep would wait for the last
-            ones, so it has no more than half of the heads.
-    """
-    group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
-    groups = n_heads // group
-    last = max(2, min(groups // 2 if arriving else groups, math.ceil(COVER * longest / group)))
-    return group, max(0, groups - last) * group
-
-
-class Division(NamedTuple):
-    """The division of the last query tiles, whose keys are in parts of equal length for different CTAs.
-
-    Args:
-        undivided: number of query tiles, of all heads, that are not divided. They come first.
-        parts: of each of the others.
-        all_parts: number of parts of all of them.
-    """
-
-    undivided: int
-    parts: int
-    all_parts: int
-
-
-def divide_last(block: Block, block_m: int, block_n: int, n_heads: int, workers: int, worth: float) -> Division | None:
-    """Return how the keys of the last query tiles are divided, those that are fewer than processors; None if that would
-    save less than a share ``worth`` of the time, or if query tiles differ, so that light ones come last and fill gaps.
-
-    Not for ordered blocks, and only for those on the CPU: the host does not wait for a GPU."""
-
-    def make() -> Division | None:
-        rows, span = block.query_tiles(block_m, block_n)
-        key_tiles = ((span[..., 3] - span[..., 0]) // block_n).unique().tolist()
-        if len(key_tiles) != 1:
-            return None
-        return best_division(rows.shape[0] * n_heads, key_tiles[0], workers, worth)
-
-    if block.ordered or block.start.is_cuda or worth >= 1.0:
-        return None
-    return block.memo.once(("last query tiles", block_m, block_n, n_heads, workers), make)
-
-
-def best_division(query_tiles: int, key_tiles: int, workers: int, worth: float) -> Division | None:
-    """Return the division of so many query tiles that have so many key tiles each, see :func:`divide_last`."""
-    turns, last = -(-query_tiles // workers), query_tiles % workers
-
-    def steps(parts: int) -> int:
-        """Return the steps of a processor with the last query tiles, the last of which adds up its parts."""
-        return -(-last * parts // workers) * (-(-key_tiles // parts) + STEPS_OF_A_PART) + parts
-
-    choices = [n for n in range(2, key_tiles // 2 + 1) if last * n <= MOST_PARTS * workers]
-    if last == 0 or not choices:
-        return None
-    parts = min(choices, key=steps)
-    if key_tiles - steps(parts) < worth * turns * key_tiles:
-        return None
-    return Division(query_tiles - last, parts, last * parts)
-
-
 # --- backward ----------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +132,7 @@ def split_groups(q: Tensor, k: Tensor, block: Block) -> Split:
     With few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
     other. Otherwise as many as keep the queries in L2 for all CTAs that run at the same time: under a causal mask some
     have finished all heads of the group while others are at the first. A CTA with few steps is not worth its prologue
-    and epilogue.
+    and epilogue. Where key tiles are unequal it may be more parts: :func:`_split_of_unequal`.
     """
     return block.memo.once(("split", q.shape, k.shape), lambda: _best_split(q, k, block))
 
@@ -234,7 +147,40 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     occupying = next((p for p in affordable if ctas * p >= enough), affordable[-1])
     steps = _pairs(block) / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
-    return Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+    usual = Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
+    tiles = block.key_tiles(queries_per_step(q), keys_per_tile(q))
+    if not heads_of_longest(tiles, processors(q) // ctas_per_tile(q)):
+        return usual
+    return _split_of_unequal(q, k, tiles, [p for p in affordable if p >= usual.parts] or [usual.parts])
+
+
+def _split_of_unequal(q: Tensor, k: Tensor, tiles: TileMap, parts: list[int]) -> Split:
+    """Return in which of so many ``parts`` groups are divided where key tiles are unequal, as in a row of documents of
+    different lengths: those that end first, by an estimate in steps (a key tile times a query tile).
+
+    A processor cannot end before the longest program has, which one part of eight heads makes as long as eight of one
+    head. More parts have more prologues and epilogues and, apart, more gradients to sum.
+    """
+    group, workers = q.shape[2] // k.shape[2], processors(q) // ctas_per_tile(q)
+    few = few_tiles(q, k, k.shape[1])
+    steps = (tiles.span[..., 3] - tiles.span[..., 0]).double() / queries_per_step(q)
+    of_head, longest, programs = float(steps.sum()), float(steps.max()), steps.numel()
+    rows = k.shape[2] * k.shape[0] // len(steps)
+
+    def estimate(split: Split) -> float:
+        heads = group // split.parts
+        last = heads * longest + STEPS_OF_ENDS
+        mean = rows * split.parts * (heads * of_head + STEPS_OF_ENDS * programs) / workers
+        sums = split.parts * 2 * 4 * 2 * k.numel() / BYTES_OF_A_STEP  # dk and dv in float32, written and read
+        waited_for = 1.0 if split.apart else 0.0 if split.parts == 1 else 1.0 - HIDDEN
+        return max(mean, last) + LATE * last + waited_for * sums
+
+    def divide(parts: int) -> Split:
+        in_turns = parts <= MOST_IN_TURN or k.shape[1] > q.shape[1]  # other ranks get gradients that are complete
+        return Split(parts, apart=few and not (in_turns and group // parts >= LEAST_HEADS))
+
+    splits = [divide(p) for p in parts if p == parts[0] or few or group // p >= LEAST_HEADS]
+    return min(splits, key=estimate)
 
 
 def few_tiles(q: Tensor, k: Tensor, keys: int) -> bool:
