@@ -874,8 +874,8 @@ MUTANTS = (
     Mutant(
         "push: LANDED before the copies",
         "ringattn/peer/push.py",
-        "                    counters.wait(pushing, i)\n",
-        "                    pass\n",
+        "                counters.wait(pushing, indices)\n",
+        "                pass\n",
         _COPIES,
     ),
     Mutant(

@@ -135,10 +135,12 @@ class Words:
     def __init__(self, world: World, addresses: Sequence[int], announced: int | None = None) -> None:
         self.world, self.addresses, self.announced = world, addresses, announced
 
-    def wait(self, stream: Stream, value: int) -> None:
+    def wait(self, stream: Stream, value: int | Sequence[int]) -> None:
         if self.announced is not None:
+            assert isinstance(value, int)
             stream.put(Operation(f"announce {value}", functools.partial(_store, self.announced, value)))
-        for address in self.addresses:
+        values = [value] * len(self.addresses) if isinstance(value, int) else value
+        for address, value in zip(self.addresses, values, strict=True):
             name = self.world.name_of(stream, address)
             if not self.world.dropped & {name, f"{name} on {stream.role}"}:
                 ready = functools.partial(reached, address, value)
@@ -244,6 +246,7 @@ class World:
             monkeypatch.setattr(module, "torch", _Torch(cuda))
         monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
         monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
+        monkeypatch.setattr(driver, "WORTH_A_CALL", self.random.choice([1, 500, 1 << 20]))
 
     def name_of(self, stream: Stream, address: int) -> str:
         """Return the name of a word: READY, LANDED or FREE, or "counters" or "flags" by the stream that uses it."""

@@ -33,7 +33,7 @@ from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import Block, CompletionCounts, Result, Score
 from ringattn.mask import Mask
-from ringattn.peer import memory, pull, push
+from ringattn.peer import driver, memory, pull, push
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
 from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
@@ -634,6 +634,7 @@ def test_rows_are_pulled_in_chunks_that_grow(
 ) -> None:
     world, heads = World(2, 0), groups[-1][1]
     world.patched(monkeypatch)
+    monkeypatch.setattr(driver, "WORTH_A_CALL", 1)
     fetches = [[Fetch(0, 0, 1, 0), Fetch(1, 0, 1, 1)]] * 2
     k = torch.zeros(batch, 1, heads, WIDTH)
     with world.host(Stream(world.gpus[0], "main")):
@@ -651,6 +652,29 @@ def test_rows_are_pulled_in_chunks_that_grow(
         sources = [buffers.slots[slot][1] + row * token for row in order]
         copies = [copy for chunk in chunks for copy in chunk.copies[slot].copies]
         assert copies == [(to, source, token) for to, source in zip(targets, sources, strict=True)]
+
+
+def test_short_runs_are_copied_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of rows and groups of runs have as many bytes as are worth a call, and each waits for all of its own."""
+    world = World(2, 0)
+    world.patched(monkeypatch)
+    row = 3 * 2 * WIDTH * 4  # three keys of the other rank
+    monkeypatch.setattr(driver, "WORTH_A_CALL", 3 * row - 1)
+    fetches = [[Fetch(0, 0, 2, 0), Fetch(1, 0, 2, 2), Fetch(1, 3, 1, 4)]] * 2
+    k = torch.zeros(1, 4, 8, WIDTH)
+    with world.host(Stream(world.gpus[0], "main")):
+        link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
+        pattern, waves = pull.Pattern.flat(fetches, [4, 4]), [slice(0, 8)]
+        buffers = pull.FetchBuffers(link, k, k, pattern, waves)
+        gradients = push.GradientBuffers(link, (k, k), torch.float32, pattern, waves)
+    chunks: Any = buffers.chunks(0, [slice(0, 8)])
+    assert [len(chunk.flags.addresses) for chunk in chunks] == [3, 5]
+    growth, pushed = gradients.steps(8, CompletionCounts(1, (5, 6, 7), (1, 1, 1)))
+    assert growth == [5, 6, 7] * 8
+    groups = [3 * head + group for head in range(8) for group in (1, 2)]  # group 0 stays here
+    assert [each.counters for each in pushed] == [tuple(groups[:6]), tuple(groups[6:12]), tuple(groups[12:])]
+    sizes = [size for each in pushed for _, _, size in each.copies.copies]  # type: ignore[attr-defined]
+    assert sizes == [row * 2 // 3, row // 3] * 8
 
 
 def test_the_board_says_what_every_rank_has_signalled_and_waits_for(

@@ -153,7 +153,7 @@ class PushedToCarriers:
         self.push.sum_into(wave, rows[..., :dim], rows[..., dim:])
         self._arrive()
         returned = self.network.give_back(sums[self.own :])
-        main, stream = torch.cuda.current_stream(), self.link.moving  # after the messages that bring keys
+        main, stream = self.link.current_stream(), self.link.moving  # after the messages that bring keys
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
             self.transport.start(returned.sends, returned.receives).wait()
@@ -166,7 +166,7 @@ class PushedToCarriers:
     def _arrive(self) -> None:
         """Add what has come from other nodes for the last wave, and store the sums of this rank's own tokens."""
         for wave, sums, pieces, event in self.moving:
-            torch.cuda.current_stream().wait_event(event)
+            self.link.current_stream().wait_event(event)
             total, heads, dim = sums[: self.own], self.waves[wave], self.dk.shape[3]
             self.network.add(pieces, total)
             rows = total.transpose(0, 1)

@@ -34,7 +34,7 @@ class CarriedPull:
 
     def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor, move: Move) -> None:
         self.link, self.buffers, self.k, self.v, self.move = link, buffers, k, v, move
-        self.main = torch.cuda.current_stream()
+        self.main = link.current_stream()
         self.epoch = link.next_epoch(KEYS)
         self.slot = link.next_slot()
         self.arrived: list[tuple[int, torch.cuda.Event]] = []  # by wave, its epoch and the end of its messages

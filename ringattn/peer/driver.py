@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ import torch
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _MAX_OPERATIONS = 255  # of one call: cuStreamBatchMemOp takes fewer than 256
+WORTH_A_CALL = (
+    1 << 20
+)  # bytes: fewer are copied in less time than the host takes to queue copies and a word, some 20 us
 _SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is of the host or of a GPU
@@ -140,8 +144,9 @@ class Words:
         self._waits = _batches([*first, *((_WAIT, address) for address in addresses)])
         self._writes = _batches([(_WRITE, address) for address in addresses])
 
-    def wait(self, stream: torch.cuda.Stream, value: int) -> None:
-        """Make work queued on ``stream`` from now on wait until every word has reached ``value``."""
+    def wait(self, stream: torch.cuda.Stream, value: int | Sequence[int]) -> None:
+        """Make work queued on ``stream`` from now on wait until every word has reached ``value``, or each its own of
+        several values, if none is announced."""
         self._queue(stream, self._waits, value)
 
     def write(self, stream: torch.cuda.Stream, value: int) -> None:
@@ -149,11 +154,11 @@ class Words:
         to all devices."""
         self._queue(stream, self._writes, value)
 
-    def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int) -> None:
-        value &= 0xFFFFFFFF
+    def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int | Sequence[int]) -> None:
+        values = itertools.repeat(value) if isinstance(value, int) else iter(value)
         for array, operations, number in batches:
-            for operation in operations:
-                operation.value = value
+            for operation, word in zip(operations, values, strict=False):  # the values go on in the next batch
+                operation.value = word & 0xFFFFFFFF
             if error := _driver().memory_operations(stream.cuda_stream, number, array, 0):
                 _check(error, "queueing words")
 

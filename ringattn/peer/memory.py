@@ -87,9 +87,9 @@ class Link:
         self._regions: list[Region | None] = [None, None]
         self._mailbox: Mailbox | None = None
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
-        self._receive_stream = torch.cuda.current_stream()  # on which it was allocated
+        self._receive_stream = self.current_stream()  # on which it was allocated
         self._flags = torch.zeros(0, FLAG_WORDS, dtype=torch.int32, device=device)
-        self._flags_stream = torch.cuda.current_stream()
+        self._flags_stream = self.current_stream()
         # Objects that hold addresses of the memory above; all are dropped when some of it is replaced.
         self.prepared: Memo[object] = Memo(_MAX_PREPARED)
         self.counters: Memo[Any] = Memo(_MAX_PREPARED)  # of pushes, by shape; their memory is never replaced
@@ -98,6 +98,10 @@ class Link:
         # A call records an event again only after every wait for its previous record has been queued.
         self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
         self.writable, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the current stream of this rank's GPU. Without an index torch asks the driver for the device."""
+        return torch.cuda.current_stream(self.device.index)
 
     # ---------------------------------------------------------------- words
 
@@ -145,7 +149,7 @@ class Link:
             # The allocator gives the old buffer to work of the stream on which it was allocated; its last use may have
             # been on another stream.
             self._receive_stream.wait_event(self.released)
-            self._receive_stream = torch.cuda.current_stream()
+            self._receive_stream = self.current_stream()
             self._receive = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._receive
 
@@ -154,7 +158,7 @@ class Link:
         if len(self._flags) < rows:
             self.prepared.clear()
             self._flags_stream.wait_event(self.released)  # as in receive_buffer
-            self._flags_stream = torch.cuda.current_stream()
+            self._flags_stream = self.current_stream()
             self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
         return self._flags
 

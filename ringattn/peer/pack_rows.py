@@ -71,10 +71,11 @@ def pack_rows(k: Tensor, v: Tensor, into: Tensor, table: RunTable) -> None:
         return
     places, tiles = into.shape[2], table.edges.shape[0] - 1
     key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), places, tiles)
-    tensors, unit = [k, v, into, *table], stride_unit(k, v)
+    tensors = [k, v, into, *table]
     with on_device(k):
         if _launches.again(key, tensors):
             return
+        unit = stride_unit(k, v)
         launched = dispatch(
             _pack_rows, (heads * tiles * batch,), k, *strides_in(unit, k),
             v, *strides_in(unit, v), into, *table, tokens, tiles, heads, places, dim, v.shape[3],

@@ -12,7 +12,8 @@ flight on two groups cannot deadlock.
 
 Rows are pulled in chunks, each queued by one call of the driver, because one copy engine serves all streams and idles
 for some microseconds between copies that are queued one by one. The first chunks are small, because no computation
-hides them. The ready flags of a chunk's rows are written after its copies.
+hides them, but not so small that the host takes longer to queue them than the engine to copy them
+(:data:`.driver.WORTH_A_CALL`). The ready flags of a chunk's rows are written after its copies.
 
 Memory is laid out by rows. A row is one key head of one batch element: (rows, tokens, head_dim + head_dim_v).
 """
@@ -167,6 +168,13 @@ class FetchBuffers:
         own = [(offset, length, first) for first, offset, length in runs]
         return run_table(own, self.tokens, self.device, gaps(self.runs))
 
+    def of_wave(self, wave: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the key heads of a wave of this rank's keys and values."""
+        if len(self.waves) == 1:
+            return kv
+        k, v = kv
+        return k[:, :, self.waves[wave]], v[:, :, self.waves[wave]]
+
     def chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         """Return the chunks of a wave in the order of the attention: groups of heads inside the wave, batch elements,
         heads."""
@@ -174,7 +182,8 @@ class FetchBuffers:
         return self._chunks.once(key, lambda: self._make_chunks(wave, groups))
 
     def _make_chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
-        chunks, size = [], 1
+        row_bytes = int(self.pulled[2].sum()) * self.row_bytes
+        chunks, size = [], max(1, -(-driver.WORTH_A_CALL // max(1, row_bytes)))
         limit = max(_CHUNK_ROWS, self.batch * self.buffers[wave].shape[1] // _CHUNKS)
         for heads in groups:
             rows = self._rows(wave, heads)
@@ -183,7 +192,7 @@ class FetchBuffers:
                 chunk, rows = rows[:count], rows[count:]
                 copies = [driver.Copies(self._copies(wave, chunk, slot, self.pulled)) for slot in range(2)]
                 chunks.append(_Chunk(copies, self._flag_words(wave, chunk)))
-                size = min(2 * size, limit)
+                size = max(size, min(2 * size, limit))
         return chunks
 
     def copies(self, wave: int, slot: int, near: bool) -> driver.Copies | None:
@@ -237,13 +246,13 @@ def publish(link: Link, buffers: FetchBuffers, slot: int, kv: tuple[Tensor, Tens
     # This slot was last read two exchanges ago, and a rank that was READY for the last one had completed the pulls of
     # the one before.
     _pack(*kv, buffers.shared[slot], buffers.wanted_runs)
-    link.signal(torch.cuda.current_stream(), READY, epoch)
+    link.signal(link.current_stream(), READY, epoch)
 
 
 def put_own(buffers: FetchBuffers, wave: int, kv: tuple[Tensor, Tensor], edges: bool = False) -> None:
     """Pack this rank's own keys and values of a wave into its receive buffer; ``edges``: only those that share a tile
     with others."""
-    k, v = (x[:, :, buffers.waves[wave]] for x in kv)
+    k, v = buffers.of_wave(wave, kv)
     _pack(k, v, buffers.buffers[wave], buffers.own_edges if edges else buffers.own_runs)
 
 
@@ -258,7 +267,7 @@ class Pull:
     def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor, in_place: bool = False) -> None:
         self.link, self.buffers, self.k, self.v, self.in_place = link, buffers, k, v, in_place
         self.last = len(buffers.waves) - 1
-        self.main = torch.cuda.current_stream()
+        self.main = link.current_stream()
         self.epoch = link.next_epoch(KEYS)
         self.slot = link.next_slot()
 
@@ -284,9 +293,9 @@ class Pull:
 
     def ready(self, wave: int) -> ReadyFlags:
         """Return the ready flags of a wave, for a kernel that polls them."""
-        own, heads = None, self.buffers.waves[wave]
+        own = None
         if self.in_place:
-            own = OwnKeys(self.k[:, :, heads], self.v[:, :, heads], self.buffers.own)
+            own = OwnKeys(*self.buffers.of_wave(wave, (self.k, self.v)), self.buffers.own)
         return ReadyFlags(self.buffers.flags[wave], self.epoch, self.link.timed_out, own)
 
     def wait(self, wave: int, heads: slice) -> None:

@@ -2,7 +2,8 @@
 
 A backward kernel writes the contributions of this rank, run by run of keys. Runs are pushed in groups of neighbours, as
 soon as a group is complete, while the kernel still works on others: the kernel raises completion counters
-(:class:`ringattn.kernels.contract.CompletionCounts`), and the stream of the copies waits for them. When all ranks have
+(:class:`ringattn.kernels.contract.CompletionCounts`), and the stream of the copies waits for them. Groups of few bytes
+are pushed together (:data:`.driver.WORTH_A_CALL`). When all ranks have
 signalled LANDED, each owner sums what it has received, in the order of ranks, so that the result has the same bits in
 every run, and signals FREE.
 
@@ -45,32 +46,43 @@ class Counters:
 
     def __init__(self, raised: Tensor) -> None:
         self.raised, self.before = raised, [0] * raised.numel()
-        self._words: dict[int, driver.Words] = {}
+        self._words: dict[tuple[int, ...], driver.Words] = {}
 
-    def expect(self, index: int, growth: int) -> None:
-        """Note that a launch raises a counter by ``growth``."""
-        self.before[index] = (self.before[index] + growth) & 0xFFFFFFFF
+    def expect(self, growth: Sequence[int]) -> None:
+        """Note by how much a launch raises the first counters."""
+        for index, more in enumerate(growth):
+            self.before[index] = (self.before[index] + more) & 0xFFFFFFFF
 
-    def wait(self, stream: torch.cuda.Stream, index: int) -> None:
-        """Make ``stream`` wait until a counter has all that is expected."""
-        words = self._words.get(index)
+    def wait(self, stream: torch.cuda.Stream, indices: tuple[int, ...]) -> None:
+        """Make ``stream`` wait until these counters have all that is expected."""
+        words = self._words.get(indices)
         if words is None:
-            words = self._words[index] = driver.Words([self.raised.data_ptr() + 4 * index])
-        words.wait(stream, self.before[index])
+            words = self._words[indices] = driver.Words([self.raised.data_ptr() + 4 * i for i in indices])
+        words.wait(stream, [self.before[i] for i in indices])
 
 
-class _Step(NamedTuple):
-    """A group of runs, of some rows.
+class _Pushed(NamedTuple):
+    """Groups of runs, of some rows, that are pushed together.
 
     Attributes:
-        counter: index of its completion counter.
-        growth: by how much the counter has grown when the group is complete.
-        copies: to the owners, from offsets in this rank's contributions; None if all runs are its own.
+        counters: indices of their completion counters.
+        copies: to the owners, from offsets in this rank's contributions.
     """
 
-    counter: int
-    growth: int
-    copies: driver.Copies | None
+    counters: tuple[int, ...]
+    copies: driver.Copies
+
+
+class _Steps(NamedTuple):
+    """All groups of runs of all rows of a wave.
+
+    Attributes:
+        growth: by how much the completion counter of each has grown when it is complete; also of those that stay here.
+        pushed: in the order in which they become complete.
+    """
+
+    growth: list[int]
+    pushed: list[_Pushed]
 
 
 class GradientBuffers:
@@ -104,7 +116,7 @@ class GradientBuffers:
         region = link.reserve(GRADIENTS, (pattern.ranks - 1) * self.contribution_bytes)
         self.addresses, self.landed = region.addresses, region.memory.view(dtype)
         self.table = self._table(link, pattern.fetches, pattern.lengths[link.rank])
-        self._steps: Memo[list[_Step]] = Memo(16)
+        self._steps: Memo[_Steps] = Memo(16)
 
     def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> SumTable:
         """Return the pieces that this rank sums, in the order of ranks."""
@@ -125,23 +137,27 @@ class GradientBuffers:
             ]  # fmt: skip
         return sum_table(pieces, tokens, link.device)
 
-    def steps(self, rows: int, counts: CompletionCounts | None) -> list[_Step]:
-        """Return the groups of runs of ``rows`` rows in the order in which they become complete."""
+    def steps(self, rows: int, counts: CompletionCounts | None) -> _Steps:
+        """Return the groups of runs of ``rows`` rows."""
         return self._steps.once((rows, counts), lambda: self._make_steps(rows, counts))
 
-    def _make_steps(self, rows: int, counts: CompletionCounts | None) -> list[_Step]:
+    def _make_steps(self, rows: int, counts: CompletionCounts | None) -> _Steps:
         together, growth, groups = counts or CompletionCounts(rows, (0,), (len(self.runs),))
         edges = list(itertools.accumulate(groups, initial=0))
         runs = [self._copies_of([run for run in self.runs[a:b] if run.owner != self.rank]) for a, b in pairwise(edges)]
-        steps = []
+        pushed, counters, copies = [], list[int](), list[np.ndarray]()
         for chunk in range(rows // together):
             some = np.arange(chunk * together, (chunk + 1) * together)[:, None, None]
-            for group, (copies, strides) in enumerate(runs):
-                each = (copies + some * strides).reshape(-1, 3)  # of every row
-                steps.append(
-                    _Step(chunk * len(groups) + group, growth[group], driver.Copies(each) if len(each) else None)
-                )
-        return steps
+            for group, (of_row, strides) in enumerate(runs):
+                if len(of_row):
+                    counters.append(chunk * len(groups) + group)
+                    copies.append((of_row + some * strides).reshape(-1, 3))  # of every row
+                    if sum(int(each[:, 2].sum()) for each in copies) >= driver.WORTH_A_CALL:
+                        pushed.append(_Pushed(tuple(counters), driver.Copies(np.concatenate(copies))))
+                        counters, copies = [], []
+        if counters:
+            pushed.append(_Pushed(tuple(counters), driver.Copies(np.concatenate(copies))))
+        return _Steps(list(growth) * (rows // together), pushed)
 
     def _copies_of(self, runs: Sequence[Fetch]) -> tuple[np.ndarray, np.ndarray]:
         """Return the copies of runs of other ranks in row 0, and what is added to them per row, (runs, 3) int64."""
@@ -175,7 +191,7 @@ class Push:
 
     def __init__(self, link: Link, targets: GradientBuffers, like: tuple[Tensor, Tensor]) -> None:
         self.link, self.targets = link, targets
-        self.main = torch.cuda.current_stream()
+        self.main = link.current_stream()
         self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
         self.partials: dict[int, Tensor] = {}  # contributions by wave, until they are summed
         self.epoch = 0
@@ -218,13 +234,13 @@ class Push:
             pushing.wait_stream(self.main)
         link.wait_for(pushing, FREE, self.epoch - 1)
         source = partial.data_ptr()
-        for i, growth, copies in self.targets.steps(partial.shape[0] * partial.shape[1], counts):
+        steps = self.targets.steps(partial.shape[0] * partial.shape[1], counts)
+        if counters is not None:
+            counters.expect(steps.growth)
+        for indices, copies in steps.pushed:
             if counters is not None:
-                counters.expect(i, growth)
-            if copies is not None:
-                if counters is not None:
-                    counters.wait(pushing, i)
-                copies.queue(pushing, source)
+                counters.wait(pushing, indices)
+            copies.queue(pushing, source)
         link.signal(pushing, LANDED, self.epoch)
         link.pushed.record(pushing)
 

@@ -70,10 +70,10 @@ def sum_runs(table: SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tenso
         return
     key = (dk.device, own.dtype, landed.dtype, dk.dtype, dk.shape, dk.stride(), dv.shape, dv.stride())
     tensors = (*table, own, landed, dk, dv)
-    unit = stride_unit(dk, dv)
     with on_device(dk):
         if _launches.again(key, tensors):
             return
+        unit = stride_unit(dk, dv)
         launched = dispatch(
             _sum_runs, (triton.cdiv(tokens, TOKENS) * batch * heads,), *table, own, landed,
             dk, *strides_in(unit, dk), dv, *strides_in(unit, dv), tokens, heads, dim,
