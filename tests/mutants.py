@@ -432,6 +432,20 @@ MUTANTS = (
         "tests/test_hopper_backward.py -k end_together",
     ),
     Mutant(
+        "hopper backward: as many parts of a group as for equal documents",
+        "kernels/hopper/work.py",
+        "[p for p in affordable if p >= usual.parts] or",
+        "[] or",
+        "tests/test_hopper_backward.py -k few_groups",
+    ),
+    Mutant(
+        "hopper backward: sums of parts cost nothing",
+        "kernels/hopper/work.py",
+        "return max(mean, last) + LATE * last + waited_for * sums",
+        "return last",
+        "tests/test_hopper_backward.py -k few_groups",
+    ),
+    Mutant(
         "hopper backward: groups complete in the middle of a sweep",
         "kernels/hopper/work.py",
         "rows % n == 0 and (n % parts == 0 or parts % n == 0)",
@@ -877,6 +891,27 @@ MUTANTS = (
         "                counters.wait(pushing, indices)\n",
         "                pass\n",
         _COPIES,
+    ),
+    Mutant(
+        "push: waits for some of the groups that are pushed together",
+        "ringattn/peer/push.py",
+        "                    counters.append(chunk * len(groups) + group)\n",
+        "                    counters = counters or [chunk * len(groups) + group]\n",
+        _COPIES,
+    ),
+    Mutant(
+        "pull: flags of rows that are not in the chunk yet",
+        "ringattn/peer/pull.py",
+        "self._copies(wave, chunk, slot, self.pulled)",
+        "self._copies(wave, chunk[:1], slot, self.pulled)",
+        _COPIES,
+    ),
+    Mutant(
+        "pull: a call for each short row",
+        "ringattn/peer/pull.py",
+        "max(1, -(-driver.WORTH_A_CALL // max(1, row_bytes)))",
+        "1",
+        "tests/test_pulls.py -k few_calls",
     ),
     Mutant(
         "push: memory is free before the sum",
