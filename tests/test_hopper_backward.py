@@ -628,6 +628,7 @@ def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, s
     q, k = heads_of(dim, heads, kv_heads, 1, seq)
     lengths = tuple(past - first for first, past in itertools.pairwise(bounds(name, seq, seed=0)))
     block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
+    block = replace(block, pairs=float((block.end - block.start).sum()))
     split = work.split_groups(q, k, block)
     ends = {}
     for parts in (n for n in range(1, heads // kv_heads + 1) if heads // kv_heads % n == 0):
