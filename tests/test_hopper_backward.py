@@ -635,7 +635,7 @@ def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, s
         order = work.order_of_programs(q, k, k, block, work.Split(parts))
         ends[parts], _ = last_program_ends(q, k, block, work.Split(parts), order)
     assert split.apart == apart
-    assert ends[split.parts] < 1.1 * min(ends.values())
+    assert ends[split.parts] < 1.15 * min(ends.values())  # parts are chosen by an estimate, which is no schedule
     assert ends[split.parts] < 0.8 * ends[1]
 
 
