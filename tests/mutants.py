@@ -443,7 +443,7 @@ MUTANTS = (
         "kernels/hopper/work.py",
         "return max(mean, last) + LATE * last + waited_for * sums",
         "return last",
-        "tests/test_hopper_backward.py -k few_groups",
+        "tests/test_hopper_backward.py -k end_together_anyway",
     ),
     Mutant(
         "hopper backward: groups complete in the middle of a sweep",

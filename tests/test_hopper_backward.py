@@ -616,6 +616,13 @@ def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, k
     assert last_program_ends(q, k, block, split, usual)[0] > end + 0.02 * mean
 
 
+def row_of(name, seq):
+    """Return the block of a row of documents with these lengths and their visible pairs, as a plan makes it."""
+    lengths = tuple(past - first for first, past in itertools.pairwise(bounds(name, seq, seed=0)))
+    block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
+    return replace(block, pairs=float((block.end - block.start).sum()))
+
+
 @pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq", "apart"), [
     (128, 8, 1, 16384, True), (128, 16, 2, 16384, False), (128, 8, 2, 16384, False), (64, 8, 1, 16384, True),
     (128, 16, 2, 8192, True), (256, 8, 1, 16384, False),
@@ -626,17 +633,22 @@ def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, s
     monkeypatch.setattr(work, "processors", lambda _: 132)
     monkeypatch.setattr(work, "CLUSTERS", True)
     q, k = heads_of(dim, heads, kv_heads, 1, seq)
-    lengths = tuple(past - first for first, past in itertools.pairwise(bounds(name, seq, seed=0)))
-    block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
-    block = replace(block, pairs=float((block.end - block.start).sum()))
+    block, ends = row_of(name, seq), {}
     split = work.split_groups(q, k, block)
-    ends = {}
     for parts in (n for n in range(1, heads // kv_heads + 1) if heads // kv_heads % n == 0):
         order = work.order_of_programs(q, k, k, block, work.Split(parts))
         ends[parts], _ = last_program_ends(q, k, block, work.Split(parts), order)
     assert split.apart == apart
     assert ends[split.parts] < 1.15 * min(ends.values())  # parts are chosen by an estimate, which is no schedule
     assert ends[split.parts] < 0.8 * ends[1]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 4), (64, 8)])
+def test_groups_that_end_together_anyway_are_not_divided(heads, kv_heads, monkeypatch):
+    """More parts have more to begin, to end and to add up."""
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    q, k = heads_of(128, heads, kv_heads, 1, 16384)
+    assert work.split_groups(q, k, row_of("published", 16384)) == (1, False)
 
 
 def test_prime_numbers_of_heads_keep_the_order_of_equal_tiles():
