@@ -147,8 +147,11 @@ def packed(
 
 def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int) -> Tensor:
     """Return boundaries of neighbouring runs as int64, checked."""
-    x = torch.as_tensor(bounds, device="cpu").detach()
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+    try:
+        x = torch.as_tensor(bounds, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError):  # torch's errors name neither the argument nor what it should be
+        raise TypeError(f"{name} is {bounds!r}; pass integers (documents + 1,), as [0, {length}]") from None
+    if x.numel() and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
         raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
     if x.ndim != 1 or len(x) < 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least [0, {length}]")
@@ -166,7 +169,8 @@ def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int)
             "of the packed documents, not their lengths"
         )
     if x[-1] != length:
-        fix = f"; if the rest is padding, append {length}" * bool(x[-1] < length)
+        padding = f"if the rest is padding, append {length}"
+        fix = f"; {padding if x[-1] < length else 'pass the boundaries of this row, or its length'}"
         raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}{fix}")
     return x
 

@@ -114,13 +114,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
     batch, _, q_heads, head_dim = q.shape
     _, seq_k, kv_heads, _ = k.shape
     if not k.shape[0] == v.shape[0] == batch:
-        raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}")
+        raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}; expand() the smaller ones")
     if v.shape[1] != seq_k or v.shape[2] != kv_heads:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; seq and heads must be equal")
     if k.shape[3] != head_dim:
         raise ValueError(f"q has head_dim {head_dim} and k {k.shape[3]}; they must be equal (v's may differ)")
     if kv_heads == 0 or q_heads % kv_heads:
-        raise ValueError(f"q has {q_heads} heads and k and v have {kv_heads}; kv_heads must divide q_heads")
+        raise ValueError(
+            f"q has {q_heads} heads and k and v have {kv_heads}; kv_heads must divide q_heads: "
+            "ranks of a tensor-parallel model hold whole groups of query heads, with their key head"
+        )
     rank = plan.rank
     for name, x, lengths, shard in (
         ("q", q, plan.local_lengths, "shard"),

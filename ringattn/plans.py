@@ -404,7 +404,8 @@ class Plan:
 
     def memory_bytes(self, *, backward: bool = False, **shape: int) -> int:
         """Return the predicted peak of what one attention allocates on this rank in addition to its inputs and results;
-        ``shape``: :class:`.shape.Shape`."""
+        ``shape``: :class:`.shape.Shape`. Not counted are gradients of parts of a group of query heads that the Hopper
+        backward sums afterwards where there are few keys and key heads: up to 0.1 GB at head dim 128."""
         return self.flow.memory_bytes(self, Shape(**shape), backward)
 
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:

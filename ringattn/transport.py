@@ -112,6 +112,7 @@ class Transport:
     def refuse(self, call: str, error: Exception) -> None:
         """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at
         their messages, or that is not known, the group is not used again."""
+        self.call, self.dataflow, self.step = call, "", -1
         self.note_failure(error)
 
     def check_usable(self) -> None:
@@ -388,6 +389,7 @@ class GroupTransport(Transport):
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:
+            self.call, self.dataflow, self.step = call, "", -1
             other = self.health.begin(self.timeout, self.calls.begin_refused(call), str(error))
             if other is not None or len(self.health.here) < self.world_size - 1:
                 self.note_failure(error)

@@ -434,9 +434,30 @@ MUTANTS = (
     Mutant(
         "hopper backward: as many parts of a group as for equal documents",
         "kernels/hopper/work.py",
-        "[p for p in affordable if p >= usual.parts] or",
-        "[] or",
+        "for p in affordable if p >= usual.parts)",
+        "for p in ())",
         "tests/test_hopper_backward.py -k few_groups",
+    ),
+    Mutant(
+        "hopper backward: parts are apart although their keys come from other ranks",
+        "kernels/hopper/work.py",
+        " and k.shape[1] <= q.shape[1])",
+        ")",
+        "tests/test_hopper_backward.py -k compiled_ahead",
+    ),
+    Mutant(
+        "hopper backward: parts of one row of a batch",
+        "kernels/hopper/work.py",
+        "rows = k.shape[2] * k.shape[0] // len(steps)",
+        "rows = k.shape[2]",
+        "tests/test_hopper_backward.py -k rows_of_a_batch",
+    ),
+    Mutant(
+        "hopper backward: parts apart that no launch has compiled",
+        "kernels/hopper/work.py",
+        "if few and ctas <= MOST_APART * processors(q) else None",
+        "if ctas <= MOST_APART * processors(q) else None",
+        "tests/test_hopper_backward.py -k compiled_ahead",
     ),
     Mutant(
         "hopper backward: sums of parts cost nothing",

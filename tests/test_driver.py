@@ -104,6 +104,8 @@ def test_many_words_are_queued_in_calls_of_at_most_255_in_their_order(driver: Dr
     driver.words.clear()
     words.wait(STREAM, [-i for i in range(count)])
     assert [o for call in driver.words for o in call] == [(1, 1000 + i, -i % 2**32, 0) for i in range(count)]
+    with pytest.raises(ValueError, match=f"{count + 1} values for {count} words"):
+        words.wait(STREAM, [0] * (count + 1))
 
 
 def test_a_wait_is_announced_first(driver: Driver) -> None:

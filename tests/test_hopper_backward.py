@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import os
+import random
 import re
 import subprocess
 import sys
@@ -624,8 +625,8 @@ def row_of(name, seq):
 
 
 @pytest.mark.parametrize(("dim", "heads", "kv_heads", "seq", "apart"), [
-    (128, 8, 1, 16384, True), (128, 16, 2, 16384, False), (128, 8, 2, 16384, False), (64, 8, 1, 16384, True),
-    (128, 16, 2, 8192, True), (256, 8, 1, 16384, False),
+    (128, 8, 1, 16384, False), (128, 16, 2, 16384, False), (128, 8, 2, 16384, False), (64, 8, 1, 16384, True),
+    (128, 16, 2, 8192, False), (128, 4, 1, 16384, True), (256, 8, 1, 16384, False),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["published", "pareto"])
 def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, seq, apart, name, monkeypatch):
@@ -649,6 +650,47 @@ def test_groups_that_end_together_anyway_are_not_divided(heads, kv_heads, monkey
     monkeypatch.setattr(work, "processors", lambda _: 132)
     q, k = heads_of(128, heads, kv_heads, 1, 16384)
     assert work.split_groups(q, k, row_of("published", 16384)) == (1, False)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_of_a_batch_end_together_like_groups(rows, monkeypatch):
+    """Four rows of 8/1 heads are as many programs as one of 32/4, whether they have one mask or four."""
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    block = row_of("published", 16384)
+    of_rows = replace(block, start=block.start.expand(rows, -1), end=block.end.expand(rows, -1))
+    q, k = heads_of(128, 8, 1, 4, 16384)
+    expected = work.split_groups(*heads_of(128, 32, 4, 1, 16384), row_of("published", 16384))
+    assert work.split_groups(q, k, of_rows) == expected == (2, False)
+
+
+def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monkeypatch):
+    """Any numbers of heads, one GPU or several (more keys than queries); without groups nothing is divided."""
+    monkeypatch.setattr(work, "processors", lambda _: 132)
+    draw, in_turns = random.Random(0), 0
+    for _ in range(150):
+        heads, kv_heads = draw.choice([(4, 4), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (16, 2), (12, 2), (16, 4)])
+        dim, seq, ranks = draw.choice([64, 96, 128, 256]), draw.choice([2048, 4096, 8192, 16384]), draw.choice([1, 2])
+        block = row_of(draw.choice(["published", "pareto", "log-normal", "uniform"]), seq)
+        last = slice(seq - seq // ranks, seq)
+        block = replace(
+            block, start=block.start[:, last], end=block.end[:, last], positions_q=block.positions_q[last],
+            segments_q=(seq // ranks,), pairs=float((block.end - block.start)[:, last].sum()),
+        )  # fmt: skip
+        q, k = (x[:, : seq // n] for x, n in zip(heads_of(dim, heads, kv_heads, 1, seq), (ranks, 1), strict=True))
+        split, group = work.split_groups(q, k, block), heads // kv_heads
+        assert group % split.parts == 0
+        if split.apart:
+            assert split.parts > 1
+            assert work.few_tiles(q, k, seq)  # as _variants() asks
+            assert split.parts * kv_heads * seq <= 132 * work.MOST_APART * work.keys_per_cta(q)
+        else:
+            assert split.parts == 1 or group // split.parts >= 2
+        tiles = block.key_tiles(work.queries_per_step(q), work.keys_per_tile(q))
+        unequal = work.heads_of_longest(tiles, 132 // work.ctas_per_tile(q)) > 0.0
+        if unequal and ranks > 1 and split.parts > 2 and group // split.parts >= 2:
+            assert not split.apart  # gradients leave when they are complete
+            in_turns += 1
+    assert in_turns > 3
 
 
 def test_prime_numbers_of_heads_keep_the_order_of_equal_tiles():
@@ -717,8 +759,8 @@ def test_counted_gradients_have_the_order_of_the_launch(mask, kv_heads, parts, s
 def test_keys_descend_where_their_queries_fit_into_l2(dim, heads, kv_heads, seq, pairs, expected, monkeypatch):
     monkeypatch.setattr(work, "processors", lambda _: 132)
     q, k = (torch.empty(1, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
-    rows = torch.empty(1, seq, device="meta")
-    block = Block(rows, rows, rows[0], rows[0], (seq,), (seq,), pairs)
+    rows = torch.zeros(1, seq, dtype=torch.int32, device="cpu")
+    block = Block(rows, rows + seq, rows[0], rows[0], (seq,), (seq,), pairs)
     sweep, descending = work.order_of_sums(q, k, k, block, work.split_groups(q, k, block), seq // 128)
     assert (sweep, descending // (seq // 128)) == expected
     assert descending % (sweep * seq // 128) == 0  # whole sweeps

@@ -323,8 +323,8 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
             variants.append(dict(parts, turns_ptr=None, **stored(rounded, None)))
         elif heads >= LEAST_HEADS:
             variants.append(dict(parts, turns_ptr=some, **stored(sums, rounded)))
-        # Queries see themselves, so there are at least as many keys.
-        if heads < group and work.few_tiles(x.q, x.k, x.q.shape[1]):
+        # Other documents may need fewer keys of other ranks; queries that see themselves need as many as there are.
+        if heads < group and work.few_tiles(x.q, x.k, min(x.q.shape[1], x.k.shape[1])):
             apart = dict(turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None)
             variants.append(dict(parts, **apart, **stored(sums, None)))
     return variants

@@ -31,7 +31,8 @@ STEPS_OF_ENDS = 4  # in the time of a program's prologue and epilogue
 BYTES_OF_A_STEP = 6_700_000  # that memory moves in the time in which a CTA multiplies a key tile and a query tile
 LATE = 0.15  # of the longest program's time passes before it begins
 HIDDEN = 0.75  # of the time in which parts add to gradients in turns, behind the products of other programs
-MOST_IN_TURN = 2  # parts of a group that add to the same dk and dv, where there is memory for more of them
+MOST_IN_TURN = {64: 2}  # by head dim: more parts, in a step of which less is computed, wait too long for each other
+MOST_APART = 6  # CTAs for each processor, where parts have gradients of their own: 104 MB at head dim 128
 FEW_KEYS = 1400  # that the query of a pair sees in the mean (documents of 2,048), where memory limits the backward
 NEIGHBOURS = 16  # parts of groups, whose rows are next to each other in memory
 NEAR_IN_L2 = 28 << 20  # bytes that stay in L2 where key tiles are taken by position, and nothing is read again later
@@ -132,7 +133,8 @@ def split_groups(q: Tensor, k: Tensor, block: Block) -> Split:
     With few key tiles: as many parts as occupy all processors. They end at the same time and could not wait for each
     other. Otherwise as many as keep the queries in L2 for all CTAs that run at the same time: under a causal mask some
     have finished all heads of the group while others are at the first. A CTA with few steps is not worth its prologue
-    and epilogue. Where key tiles are unequal it may be more parts: :func:`_split_of_unequal`.
+    and epilogue. Where key tiles are unequal parts end at different times, and more of them may end earlier:
+    :func:`_first_to_end`.
     """
     return block.memo.once(("split", q.shape, k.shape), lambda: _best_split(q, k, block))
 
@@ -149,20 +151,33 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     usual = Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
     tiles = block.key_tiles(queries_per_step(q), keys_per_tile(q))
-    if not heads_of_longest(tiles, processors(q) // ctas_per_tile(q)):
+    if group == 1 or not heads_of_longest(tiles, processors(q) // ctas_per_tile(q)):
         return usual
-    return _split_of_unequal(q, k, tiles, [p for p in affordable if p >= usual.parts] or [usual.parts])
+    more = (_parts_of(q, k, p, ctas * p) for p in affordable if p >= usual.parts)
+    return _first_to_end(q, k, tiles, [usual, *(split for split in more if split is not None)])
 
 
-def _split_of_unequal(q: Tensor, k: Tensor, tiles: TileMap, parts: list[int]) -> Split:
-    """Return in which of so many ``parts`` groups are divided where key tiles are unequal, as in a row of documents of
-    different lengths: those that end first, by an estimate in steps (a key tile times a query tile).
+def _parts_of(q: Tensor, k: Tensor, parts: int, ctas: int) -> Split | None:
+    """Return how so many parts of a group add up their gradients, None if they cannot: in turns, if each has as many
+    heads as a sum needs (:data:`LEAST_HEADS`), else apart, where key tiles are few. (Elsewhere such a division is not
+    compiled ahead.) Where keys come from other ranks they take turns if they can: gradients that are complete leave
+    while the kernel is at work. ``ctas``: of all parts."""
+    heads, few = q.shape[2] // k.shape[2] // parts, few_tiles(q, k, k.shape[1])
+    if parts == 1:
+        return Split(1)
+    if heads >= LEAST_HEADS and not (few and parts > MOST_IN_TURN.get(q.shape[-1], parts) and k.shape[1] <= q.shape[1]):
+        return Split(parts)
+    return Split(parts, apart=True) if few and ctas <= MOST_APART * processors(q) else None
 
-    A processor cannot end before the longest program has, which one part of eight heads makes as long as eight of one
-    head. More parts have more prologues and epilogues and, apart, more gradients to sum.
+
+def _first_to_end(q: Tensor, k: Tensor, tiles: TileMap, splits: list[Split]) -> Split:
+    """Return the division that ends first where key tiles are unequal, as in a row of documents of different lengths,
+    by an estimate in steps (a key tile times a query tile).
+
+    No processor ends before the longest program has, which is eight times as long with eight heads of a group as with
+    one. More parts have more prologues and epilogues, and more gradients to add up.
     """
     group, workers = q.shape[2] // k.shape[2], processors(q) // ctas_per_tile(q)
-    few = few_tiles(q, k, k.shape[1])
     steps = (tiles.span[..., 3] - tiles.span[..., 0]).double() / queries_per_step(q)
     of_head, longest, programs = float(steps.sum()), float(steps.max()), steps.numel()
     rows = k.shape[2] * k.shape[0] // len(steps)
@@ -175,11 +190,6 @@ def _split_of_unequal(q: Tensor, k: Tensor, tiles: TileMap, parts: list[int]) ->
         waited_for = 1.0 if split.apart else 0.0 if split.parts == 1 else 1.0 - HIDDEN
         return max(mean, last) + LATE * last + waited_for * sums
 
-    def divide(parts: int) -> Split:
-        in_turns = parts <= MOST_IN_TURN or k.shape[1] > q.shape[1]  # other ranks get gradients that are complete
-        return Split(parts, apart=few and not (in_turns and group // parts >= LEAST_HEADS))
-
-    splits = [divide(p) for p in parts if p == parts[0] or few or group // p >= LEAST_HEADS]
     return min(splits, key=estimate)
 
 

@@ -27,9 +27,8 @@ import torch
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _MAX_OPERATIONS = 255  # of one call: cuStreamBatchMemOp takes fewer than 256
-WORTH_A_CALL = (
-    1 << 20
-)  # bytes: fewer are copied in less time than the host takes to queue copies and a word, some 20 us
+# Bytes that are copied in as much time as the host takes to queue copies and a word, some 20 us at 50 GB/s.
+WORTH_A_CALL = 1 << 20
 _SRC_ACCESS_ORDER_STREAM = 1  # CUmemcpySrcAccessOrder
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says whether it is of the host or of a GPU
@@ -155,6 +154,8 @@ class Words:
         self._queue(stream, self._writes, value)
 
     def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int | Sequence[int]) -> None:
+        if not isinstance(value, int) and len(value) != sum(batch.number for batch in batches):
+            raise ValueError(f"{len(value)} values for {sum(batch.number for batch in batches)} words")
         values = itertools.repeat(value) if isinstance(value, int) else iter(value)
         for array, operations, number in batches:
             for operation, word in zip(operations, values, strict=False):  # the values go on in the next batch

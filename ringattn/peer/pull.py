@@ -169,10 +169,11 @@ class FetchBuffers:
         return run_table(own, self.tokens, self.device, gaps(self.runs))
 
     def of_wave(self, wave: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the key heads of a wave of this rank's keys and values."""
-        if len(self.waves) == 1:
-            return kv
+        """Return the key heads of a wave of this rank's keys and values, two tensors even if they are one: launches are
+        repeated for two (:meth:`ringattn.kernels.launch.Launches.remember`)."""
         k, v = kv
+        if len(self.waves) == 1 and k is not v:
+            return kv
         return k[:, :, self.waves[wave]], v[:, :, self.waves[wave]]
 
     def chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:

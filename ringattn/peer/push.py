@@ -3,9 +3,8 @@
 A backward kernel writes the contributions of this rank, run by run of keys. Runs are pushed in groups of neighbours, as
 soon as a group is complete, while the kernel still works on others: the kernel raises completion counters
 (:class:`ringattn.kernels.contract.CompletionCounts`), and the stream of the copies waits for them. Groups of few bytes
-are pushed together (:data:`.driver.WORTH_A_CALL`). When all ranks have
-signalled LANDED, each owner sums what it has received, in the order of ranks, so that the result has the same bits in
-every run, and signals FREE.
+are pushed together (:data:`.driver.WORTH_A_CALL`). When all ranks have signalled LANDED, each owner sums what it has
+received, in the order of ranks, so that the result has the same bits in every run, and signals FREE.
 
 Memory is laid out by rows, as for pulls: (rows, tokens, head_dim + head_dim_v).
 """
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from .sum_runs import SumTable
 
 _COUNTERS = 4096  # at least this many together: other documents have other numbers of runs
+_MAX_WORDS = 1024  # that are kept; those of other documents differ
 
 
 class Counters:
@@ -46,7 +46,7 @@ class Counters:
 
     def __init__(self, raised: Tensor) -> None:
         self.raised, self.before = raised, [0] * raised.numel()
-        self._words: dict[tuple[int, ...], driver.Words] = {}
+        self._words: Memo[driver.Words] = Memo(_MAX_WORDS)  # by their indices
 
     def expect(self, growth: Sequence[int]) -> None:
         """Note by how much a launch raises the first counters."""
@@ -55,9 +55,7 @@ class Counters:
 
     def wait(self, stream: torch.cuda.Stream, indices: tuple[int, ...]) -> None:
         """Make ``stream`` wait until these counters have all that is expected."""
-        words = self._words.get(indices)
-        if words is None:
-            words = self._words[indices] = driver.Words([self.raised.data_ptr() + 4 * i for i in indices])
+        words = self._words.once(indices, lambda: driver.Words([self.raised.data_ptr() + 4 * i for i in indices]))
         words.wait(stream, [self.before[i] for i in indices])
 
 
@@ -145,16 +143,17 @@ class GradientBuffers:
         together, growth, groups = counts or CompletionCounts(rows, (0,), (len(self.runs),))
         edges = list(itertools.accumulate(groups, initial=0))
         runs = [self._copies_of([run for run in self.runs[a:b] if run.owner != self.rank]) for a, b in pairwise(edges)]
-        pushed, counters, copies = [], list[int](), list[np.ndarray]()
+        pushed, counters, copies, size = [], list[int](), list[np.ndarray](), 0
         for chunk in range(rows // together):
             some = np.arange(chunk * together, (chunk + 1) * together)[:, None, None]
             for group, (of_row, strides) in enumerate(runs):
                 if len(of_row):
                     counters.append(chunk * len(groups) + group)
                     copies.append((of_row + some * strides).reshape(-1, 3))  # of every row
-                    if sum(int(each[:, 2].sum()) for each in copies) >= driver.WORTH_A_CALL:
+                    size += int(copies[-1][:, 2].sum())
+                    if size >= driver.WORTH_A_CALL:
                         pushed.append(_Pushed(tuple(counters), driver.Copies(np.concatenate(copies))))
-                        counters, copies = [], []
+                        counters, copies, size = [], [], 0
         if counters:
             pushed.append(_Pushed(tuple(counters), driver.Copies(np.concatenate(copies))))
         return _Steps(list(growth) * (rows // together), pushed)
