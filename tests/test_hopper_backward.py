@@ -652,14 +652,14 @@ def test_groups_that_end_together_anyway_are_not_divided(heads, kv_heads, monkey
     assert work.split_groups(q, k, row_of("published", 16384)) == (1, False)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_rows_of_a_batch_end_together_like_groups(rows, monkeypatch):
-    """Four rows of 8/1 heads are as many programs as one of 32/4, whether they have one mask or four."""
+    """Two rows of 8/1 heads are as many programs as one of 16/2, whether they have one mask or two."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
     block = row_of("published", 16384)
     of_rows = replace(block, start=block.start.expand(rows, -1), end=block.end.expand(rows, -1))
-    q, k = heads_of(128, 8, 1, 4, 16384)
-    expected = work.split_groups(*heads_of(128, 32, 4, 1, 16384), row_of("published", 16384))
+    q, k = heads_of(128, 8, 1, 2, 16384)
+    expected = work.split_groups(*heads_of(128, 16, 2, 1, 16384), row_of("published", 16384))
     assert work.split_groups(q, k, of_rows) == expected == (2, False)
 
 
@@ -667,7 +667,7 @@ def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monke
     """Any numbers of heads, one GPU or several (more keys than queries); without groups nothing is divided."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
     draw, in_turns = random.Random(0), 0
-    for _ in range(150):
+    for _ in range(300):
         heads, kv_heads = draw.choice([(4, 4), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (16, 2), (12, 2), (16, 4)])
         dim, seq, ranks = draw.choice([64, 96, 128, 256]), draw.choice([2048, 4096, 8192, 16384]), draw.choice([1, 2])
         block = row_of(draw.choice(["published", "pareto", "log-normal", "uniform"]), seq)
@@ -689,7 +689,7 @@ def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monke
         unequal = work.heads_of_longest(tiles, 132 // work.ctas_per_tile(q)) > 0.0
         if unequal and ranks > 1 and split.parts > 2 and group // split.parts >= 2:
             assert not split.apart  # gradients leave when they are complete
-            in_turns += 1
+            in_turns += dim == 64  # where such parts are apart on one GPU
     assert in_turns > 3
 
 
