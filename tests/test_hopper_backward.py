@@ -667,7 +667,7 @@ def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monke
     """Any numbers of heads, one GPU or several (more keys than queries); without groups nothing is divided."""
     monkeypatch.setattr(work, "processors", lambda _: 132)
     draw, in_turns = random.Random(0), 0
-    for _ in range(300):
+    for _ in range(1500):
         heads, kv_heads = draw.choice([(4, 4), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (16, 2), (12, 2), (16, 4)])
         dim, seq, ranks = draw.choice([64, 96, 128, 256]), draw.choice([2048, 4096, 8192, 16384]), draw.choice([1, 2])
         block = row_of(draw.choice(["published", "pareto", "log-normal", "uniform"]), seq)
