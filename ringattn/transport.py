@@ -112,7 +112,6 @@ class Transport:
     def refuse(self, call: str, error: Exception) -> None:
         """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at
         their messages, or that is not known, the group is not used again."""
-        self.call, self.dataflow, self.step = call, "", -1
         self.note_failure(error)
 
     def check_usable(self) -> None:
@@ -389,10 +388,9 @@ class GroupTransport(Transport):
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:
-            self.call, self.dataflow, self.step = call, "", -1
             other = self.health.begin(self.timeout, self.calls.begin_refused(call), str(error))
             if other is not None or len(self.health.here) < self.world_size - 1:
-                self.note_failure(error)
+                self.note_failure(error, f" in rank {self.rank}: {call}")
 
     def _all_reduce(self, x: Tensor, op: str) -> None:
         reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
