@@ -9,6 +9,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import ringattn
 from ringattn import lockstep, virtual
 from ringattn.errors import Desynchronized
 from ringattn.lockstep import Calls
+from ringattn.transport import GroupTransport
 
 LIMIT = 20.0
 SEQ, HEADS, DIM = 16, 2, 8
@@ -154,6 +156,19 @@ def test_an_argument_error_of_one_rank_ends_the_call_of_all(pools: Callable[[int
     assert "q: 7 tokens, but rank 1 of 2 holds 8" in first[1]
     assert again[0] == "GroupBroken"
     assert after[0] in ("GroupBroken", "LostPeer")
+
+
+def test_a_refused_call_is_named_without_the_step_of_the_call_before() -> None:
+    """Where ranks may be at their messages the others hear of it."""
+    told: list[str] = []
+    transport: Any = SimpleNamespace(
+        given_up="", timeout=1.0, calls=Calls(), rank=1, world_size=2,
+        call="attention() forward", dataflow="ring", step=1,
+        health=SimpleNamespace(here=[0], begin=lambda limit, call, shown: 0),
+        note_failure=lambda error, where="": told.append(where),
+    )  # fmt: skip
+    GroupTransport.refuse(transport, "attention()", ValueError("q"))
+    assert told == [" in rank 1: attention()"]
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))

@@ -385,7 +385,7 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         (lambda: masks.prefix(4, -1), ValueError, ["-1", "between 0 and"]),
         (lambda: masks.packed([0, 3, 2, 4], 4), ValueError, ["falls from 3 to 2", "index 2", "sorted"]),
         (lambda: masks.packed([0, 3], 4), ValueError, ["ends with 3", "seq_len = 4"]),
-        (lambda: masks.packed([0, 3, 5], 4), ValueError, ["ends with 5", "seq_len = 4"]),
+        (lambda: masks.packed([0, 3, 5], 4), ValueError, ["ends with 5", "seq_len = 4", "of this row"]),
         (
             lambda: masks.packed([1, 4], 4),
             ValueError,
@@ -394,6 +394,9 @@ def test_digest_is_the_value_and_nothing_but_the_value() -> None:
         (lambda: masks.packed([4], 4), ValueError, ["(1,)", "at least [0, 4]"]),
         (lambda: masks.packed([[0, 4]], 4), ValueError, ["(1, 2)", "(documents + 1,)"]),
         (lambda: masks.packed([0.0, 4.0], 4), TypeError, ["float32", "integers"]),
+        (lambda: masks.packed([None, 4], 4), TypeError, ["cu_seqlens is [None, 4]", "integers", "[0, 4]"]),
+        (lambda: masks.packed("0,4", 4), TypeError, ["cu_seqlens is '0,4'", "integers", "[0, 4]"]),
+        (lambda: masks.packed([], 4), ValueError, ["(0,)", "at least [0, 4]"]),
         (lambda: masks.documents(torch.zeros(4, dtype=torch.int64), 4), ValueError, ["(4,)", "(batch, seq_len)"]),
         (lambda: masks.documents(torch.zeros(2, 3, dtype=torch.int64), 4), ValueError, ["(2, 3)", "seq_len = 4"]),
         (lambda: masks.documents(torch.tensor([[0, 1, -2, 1]]), 4), ValueError, ["-2", "-1 is padding"]),

@@ -15,7 +15,7 @@ from ..contract import Block
 
 STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
 MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
-COVER = 1.5  # heads of the forward's last sweep, over heads_of_longest()
+COVER = 1.5  # heads of the forward's last sweep, over work.heads_of_longest()
 
 
 def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def head_sweeps(
     :data:`COVER` times ``longest`` heads, so that the longest tiles of all heads that are left start first.
 
     Args:
-        longest: see :func:`heads_of_longest`.
+        longest: see :func:`.work.heads_of_longest`.
         arriving: keys come from other ranks during the kernel, head by head: a long last sweep would wait for the last
             ones, so it has no more than half of the heads.
     """

@@ -158,10 +158,13 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
 
 
 def _parts_of(q: Tensor, k: Tensor, parts: int, ctas: int) -> Split | None:
-    """Return how so many parts of a group add up their gradients, None if they cannot: in turns, if each has as many
-    heads as a sum needs (:data:`LEAST_HEADS`), else apart, where key tiles are few. (Elsewhere such a division is not
-    compiled ahead.) Where keys come from other ranks they take turns if they can: gradients that are complete leave
-    while the kernel is at work. ``ctas``: of all parts."""
+    """Return how so many parts of a group add up their gradients: in turns, if each has :data:`LEAST_HEADS`, else
+    apart, where key tiles are few; None for what launches do not compile ahead, and where it would take too much
+    memory.
+
+    Where keys come from other ranks parts take turns if they can: gradients that are complete leave while the kernel is
+    at work. ``ctas``: of all parts.
+    """
     heads, few = q.shape[2] // k.shape[2] // parts, few_tiles(q, k, k.shape[1])
     if parts == 1:
         return Split(1)
@@ -250,7 +253,8 @@ class Order(NamedTuple):
 
 
 def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split) -> Order:
-    """Return the order of the programs.
+    """Return the order of the programs, made once for a block: the grid, the table of key tiles and the completion
+    counts agree on it.
 
     Where queries see few keys, memory is what limits the kernel: neighbouring heads lie next to each other in memory,
     and key tiles near each other read and add to the same queries. So key tiles are taken by position, for all heads of
@@ -268,6 +272,11 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
     Else a :func:`sweep` has few heads, and all of their tiles; also with more keys than queries, which come from other
     ranks: they arrive during the kernel, head by head.
     """
+    key = ("order of programs", split, q.shape, k.shape, v.shape, q.dtype)
+    return block.memo.once(key, lambda: _order_of_programs(q, k, v, block, split))
+
+
+def _order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split) -> Order:
     heads, workers = k.shape[2] * split.parts, processors(q) // ctas_per_tile(q)
     keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1], 0)
     tiles = tiles_of_head(block, keys)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -154,12 +153,14 @@ class Words:
         self._queue(stream, self._writes, value)
 
     def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int | Sequence[int]) -> None:
-        if not isinstance(value, int) and len(value) != sum(batch.number for batch in batches):
-            raise ValueError(f"{len(value)} values for {sum(batch.number for batch in batches)} words")
-        values = itertools.repeat(value) if isinstance(value, int) else iter(value)
+        count = sum(batch.number for batch in batches)
+        values = [value] * count if isinstance(value, int) else value
+        if len(values) != count:
+            raise ValueError(f"{len(values)} values for {count} words; pass one, or one for each")
+        rest = iter(values)
         for array, operations, number in batches:
-            for operation, word in zip(operations, values, strict=False):  # the values go on in the next batch
-                operation.value = word & 0xFFFFFFFF
+            for operation in operations:
+                operation.value = next(rest) & 0xFFFFFFFF
             if error := _driver().memory_operations(stream.cuda_stream, number, array, 0):
                 _check(error, "queueing words")
 
