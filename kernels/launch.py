@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
 
 from ..memo import Memo
 from . import cache_folder
+from .compile_together import compile_together
 from .direct_launch import TRITON_3_6, DirectLaunch, View
 
 LAUNCHES = 1024  # launches that one Launches keeps; lengths may differ from batch to batch
@@ -62,57 +64,58 @@ def dispatch(
             :data:`CLUSTERS`.
 
     Returns:
-        The launch, for :meth:`Launches.remember`; None from the interpreter, and from a launch that had to compile.
+        The launch, for :meth:`Launches.remember`; None from the interpreter.
     """
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
-    key = _key(kernel, device, args, constants)
-    cached = _compiled.get(key)
-    if cached is not None:
-        compiled, values = cached
-        compiled[grid](*args, *values)
-        return Launched(compiled, grid, (*args, *values))
-    cache_folder.ensure()
-    if cluster > 1:  # a launch by Triton would not be in clusters
-        compiled, values = _compile(kernel, device, grid, args, constants, {}, cluster)
-        compiled[grid](*args, *values)
-    else:
-        compiled = kernel[grid](*args, enable_fp_fusion=True, **constants)
-        if not isinstance(compiled, CompiledKernel):  # the interpreter compiles nothing
+    cached = _compiled.get(_key(kernel, device, args, constants))
+    if cached is None:
+        if isinstance(kernel, InterpretedFunction):
+            kernel[grid](*args, enable_fp_fusion=True, **constants)
             return None
-        _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
-    for changes in variants() if variants is not None else ():
-        _compile(kernel, device, grid, args, constants, changes, cluster)
-    return None
+        others = variants() if variants is not None else ()
+        cached = _compile(kernel, device, grid, args, constants, others, cluster)
+    compiled, values = cached
+    compiled[grid](*args, *values)
+    return Launched(compiled, grid, (*args, *values))
 
 
 def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Compile and load what :func:`dispatch` would launch, and launch nothing."""
-    cache_folder.ensure()
     device = next(x.device for x in args if isinstance(x, Tensor))
-    _compile(kernel, device, (*grid, 1, 1)[:3], args, constants, {})
+    _compile(kernel, device, (*grid, 1, 1)[:3], args, constants)
 
 
 def _compile(
     kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
-    changes: Mapping[str, Any], cluster: int = 1,
+    variants: Sequence[Mapping[str, Any]] = (), cluster: int = 1,
 ) -> tuple[CompiledKernel, list[Any]]:  # fmt: skip
-    """Compile and load a kernel for a launch with some arguments and constants changed; return it and its constants.
+    """Compile and load the kernel of a launch, and those of its variants at the same time; return the first and its
+    constants.
 
     Triton 3.6 launches the clusters that a kernel has been compiled for. Gluon cannot express those; but the launcher
     reads their size from the packed metadata, and multiplies the grid by it."""
+    cache_folder.ensure()
     names = kernel.arg_names[: len(args)]
-    args = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
-    constants = {name: changes.get(name, x) for name, x in constants.items()}
-    key = _key(kernel, device, args, constants)
-    cached = _compiled.get(key)
-    if cached is not None:
-        return cached
-    compiled = kernel.warmup(*args, grid=grid, enable_fp_fusion=True, **constants)
-    if cluster > 1:
-        compiled.packed_metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
-    getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
-    return _compiled.put(key, (compiled, [constants[name] for name in kernel.arg_names[len(args) :]]))
+    missing: dict[Hashable, tuple[list[Any], dict[str, Any]]] = {}
+    for changes in ({}, *variants):
+        changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
+        options = {name: changes.get(name, x) for name, x in constants.items()}
+        key = _key(kernel, device, changed, options)
+        if _compiled.get(key) is None:
+            missing[key] = changed, options
+    calls = [
+        functools.partial(kernel.warmup, *changed, grid=grid, enable_fp_fusion=True, **options)
+        for changed, options in missing.values()
+    ]
+    for (key, (_, options)), compiled in zip(missing.items(), compile_together(calls), strict=True):
+        if cluster > 1:
+            compiled.packed_metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
+        getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
+        _compiled.put(key, (compiled, [options[name] for name in kernel.arg_names[len(args) :]]))
+    found = _compiled.get(_key(kernel, device, args, constants))
+    assert found is not None
+    return found
 
 
 def _key(kernel: Any, device: torch.device, args: Sequence[Any], constants: Mapping[str, Any]) -> Hashable:

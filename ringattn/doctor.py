@@ -1,6 +1,6 @@
 """Check this machine, its settings and its arithmetic, with a verdict and advice for each finding.
 
-    python -m ringattn.doctor            # about 20 seconds; needs no GPU
+    python -m ringattn.doctor            # about 20 seconds; needs no GPU. With GPUs 40, the first time 90
     python -m ringattn.doctor --json     # the same as one JSON object
 
 It reports versions, GPUs and the links between them, environment variables that cost speed or hide faults, limits of
@@ -40,7 +40,7 @@ from .peer import driver
 from .plans import Plan
 
 SECONDS = 10.0  # of the numerical self-test
-TIMEOUT = 60.0  # seconds of an exchange between two processes
+SILENCE = {"gloo": 60.0, "nccl": 180.0}  # seconds of a step of two processes, which may have to compile kernels
 NVLINK_GBS = 60.0  # of copies between GPUs; PCIe 5.0 x16 moves less
 COPIED = 256 * 2**20  # bytes
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}  # of rounding
@@ -225,6 +225,7 @@ def exchange() -> Iterator[Finding]:
 def _exchanged(backend: str) -> Finding:
     check = f"two ranks, {backend}"
     started = time.perf_counter()
+    silence = SILENCE[backend]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = [stack.enter_context(open(Path(folder, f"log{rank}"), "w+")) for rank in range(2)]
         command = [sys.executable, "-m", "ringattn.doctor", "--exchange", backend, f"{folder}/store"]
@@ -234,10 +235,12 @@ def _exchanged(backend: str) -> Finding:
             for rank, log in enumerate(logs)
         ]
         try:
-            end = time.monotonic() + TIMEOUT
+            end, said = time.monotonic() + silence, 0
             while any(p.poll() is None for p in processes) and time.monotonic() < end:
                 if any(p.poll() for p in processes):  # the other one waits for it
                     end = min(end, time.monotonic() + 2.0)
+                elif (size := sum(os.fstat(log.fileno()).st_size for log in logs)) > said:
+                    end, said = time.monotonic() + silence, size
                 time.sleep(0.05)
             late = [rank for rank, process in enumerate(processes) if process.poll() is None]
         finally:
@@ -251,21 +254,23 @@ def _exchanged(backend: str) -> Finding:
     rank = next((rank for rank in failed if rank not in late), failed[0])
     text = (texts[rank] or "no output").splitlines()[-1][:300]
     advice = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), firewalls, and NCCL_DEBUG=WARN"
-    waited = f", after {TIMEOUT:.0f} s" if rank in late else ""
-    return Finding(check, "fail", f"rank {rank} failed{waited}: {text}", advice)
+    how = f"was silent for {silence:.0f} s, its last line is" if rank in late else "failed:"
+    return Finding(check, "fail", f"rank {rank} {how} {text}", advice)
 
 
 def _as_rank(backend: str, store: str, rank: int) -> int:
-    """Compare attention over two processes with one, in one of them. Returns the exit status."""
+    """Compare attention over two processes with one, in one of them; print each step. Returns the exit status."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
+    print("connecting", flush=True)
     dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
     dtype = torch.bfloat16 if backend == "nccl" else torch.float32
     mask = plan(257, virtual.VirtualRank(0, 1, device), causal=True).mask
     problem = Problem(mask, 257, dtype, device)
     for dataflow in dataflows():
+        print(f"dataflow {dataflow}", flush=True)
         worst = problem.excess(_whole_results(problem, plan(257, causal=True, dataflow=dataflow)))
         if not worst <= 1:
             print(f"dataflow {dataflow} differs from float64 by {worst:.1f} times the allowed error")
@@ -328,10 +333,10 @@ def _whole_results(problem: Problem, plan_: Plan) -> list[Tensor]:
 def arithmetic(seconds: float) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     masks: list[dict[str, Any]] = [dict(causal=True), dict(causal=True, cu_seqlens=[0, 1, 130, 257]), {}]
-    cases = itertools.product((torch.float32, torch.bfloat16), (4, 2), masks)
+    cases = itertools.product((4, 2), masks, (torch.bfloat16, torch.float32))  # first one of each dtype, in any case
     end, count, worst, where = time.monotonic() + seconds, 0, 0.0, ""
-    for dtype, size, options in cases:
-        if count and time.monotonic() > end:
+    for case, (size, options, dtype) in enumerate(cases):
+        if case > 1 and time.monotonic() > end:
             break
         mask = plan(257, virtual.VirtualRank(0, 1, device), **options).mask
         problem = Problem(mask, 257, dtype, device)
@@ -379,6 +384,8 @@ def main(argv: list[str] | None = None) -> int:
         return _as_rank(backend, store, int(rank))
     checks: dict[str, Check] = {check.__name__: check for check in (versions, gpus, links, settings, limits, exchange)}
     findings = []
+    if torch.cuda.is_available() and not args.json:
+        print("kernels are compiled the first time, which takes a minute or two", flush=True)
     for finding in examine(checks | {"arithmetic": functools.partial(arithmetic, args.seconds)}):
         findings.append(finding)
         if not args.json:

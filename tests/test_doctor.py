@@ -89,6 +89,22 @@ def test_a_process_that_fails_is_reported_with_its_last_line(monkeypatch: pytest
     assert "nosuchlink" in finding.text or "failed" in finding.text
 
 
+@pytest.mark.parametrize("steps", [8, 1])
+def test_processes_may_take_long_while_they_report_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int
+) -> None:
+    """The first run compiles kernels in every step. A process that says nothing for as long is ended, and reported."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nfor i in $(seq {steps}); do echo step $i; sleep {4 / steps}; done\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(doctor.sys, "executable", str(program))
+    monkeypatch.setattr(doctor, "SILENCE", {"gloo": 2.0})
+    finding = doctor._exchanged("gloo")
+    if steps == 1:
+        assert finding.text == "rank 0 was silent for 2 s, its last line is step 1"
+    assert finding.verdict == ("ok" if steps > 1 else "fail")
+
+
 def test_old_versions_are_compared_as_numbers() -> None:
     assert doctor._numbers("2.9.1+cu130") < (2, 11) <= doctor._numbers("2.11.0a0+git")
 
