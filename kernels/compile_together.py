@@ -1,54 +1,69 @@
 """Compilation of several kernels at the same time.
 
 Of the 2 to 4 s that a Hopper kernel takes to compile, Python's own part is a fifth; the passes of MLIR and LLVM do not
-hold the interpreter's lock, and ptxas is a process of its own. So threads are enough, and Triton compiles in threads
-where ``AsyncCompileMode`` asks for it.
+hold the interpreter's lock, and ptxas is a process of its own. So threads are enough.
 """
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from triton import AsyncCompileMode
-from triton.compiler import CompiledKernel
-from triton.runtime import _async_compile
-from triton.runtime._async_compile import FutureKernel
+import torch
 
-THREADS = 16  # at most; a launch with its variants has up to 12 kernels
+from .direct_launch import TRITON_3_6
+
+# At most; each may need 0.2 GB, and all ranks of a host compile at once. Before Python 3.11.8, ast.parse raises
+# SystemError now and then if several threads parse (python/cpython#106905).
+THREADS = 8 if sys.version_info >= (3, 11, 8) else 1
 
 # Virtual ranks are threads that need the same kernels at once: the first compiles them, and the others find them in
 # Triton's cache.
 _one_caller = threading.Lock()
 
 
-def compile_together(calls: Sequence[Callable[[], Any]]) -> list[CompiledKernel]:
-    """Call every one, which is the ``warmup`` of a kernel, and return what they compile, in this order. No kernel is
-    loaded.
+def compile_together(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
+    """Call every one, which is the ``warmup`` of a kernel for this device, in threads.
 
-    Raises:
-        Exception: what the first one to fail raised; the others have ended, too.
+    Returns:
+        What each one returned, or the exception that it raised, in the order of ``calls``.
     """
-    with _one_caller:
-        threads = min(len(calls), len(os.sched_getaffinity(0)), THREADS)
-        if threads < 2 or _async_compile.active_mode.get() is not None:  # the caller has threads of its own
-            return [_compiled(x) for x in [call() for call in calls]]
-        # Triton 3.6 leaves the mode active if a compilation fails: it ends with the context. Its code generator changes
-        # the filters of warnings for a moment, which threads would undo in another order than they did it.
-        with warnings.catch_warnings():
-            return contextvars.copy_context().run(_in_threads, calls, threads)
+    # Triton 3.6's code generator changes the filters of warnings for a moment, which threads undo in another order than
+    # they did it.
+    filters = warnings.catch_warnings() if TRITON_3_6 else contextlib.nullcontext()
+    with _one_caller, filters:
+        try:
+            return _in_threads([_outcome(call) for call in calls], device)
+        except RuntimeError:  # no thread can be started: Python is about to end, or there are too many
+            return [_outcome(call)() for call in calls]
 
 
-def _in_threads(calls: Sequence[Callable[[], Any]], threads: int) -> list[CompiledKernel]:
-    with ThreadPoolExecutor(threads, "ringattn-compile") as pool, AsyncCompileMode(pool):
-        found = [call() for call in calls]
-    return [_compiled(x) for x in found]
+def _outcome(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that returns what ``call`` raises."""
+
+    def run() -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    return run
 
 
-def _compiled(x: CompiledKernel | FutureKernel) -> CompiledKernel:
-    return x.result() if isinstance(x, FutureKernel) else x
+def _in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
+    # Threads, even for a single kernel: they are not in an AsyncCompileMode of the caller, which would return before
+    # the kernel is compiled. A thread's current GPU is the first one until it is set.
+    threads = min(len(calls), len(os.sched_getaffinity(0)), THREADS)
+    prepare = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
+    with ThreadPoolExecutor(threads, "ringattn-compile", prepare) as pool:
+        try:
+            return [future.result() for future in [pool.submit(call) for call in calls]]
+        except BaseException:  # KeyboardInterrupt: only what is being compiled is waited for
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -64,7 +64,11 @@ def dispatch(
             :data:`CLUSTERS`.
 
     Returns:
-        The launch, for :meth:`Launches.remember`; None from the interpreter.
+        The launch, for :meth:`Launches.remember`; None from the interpreter, and where Triton's ``jit_cache_hook`` says
+        that the kernel is not to be compiled.
+
+    Raises:
+        Exception: a kernel or a variant does not compile; nothing was launched.
     """
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
@@ -75,6 +79,8 @@ def dispatch(
             return None
         others = variants() if variants is not None else ()
         cached = _compile(kernel, device, grid, args, constants, others, cluster)
+        if cached is None:  # as Triton launches nothing then
+            return None
     compiled, values = cached
     compiled[grid](*args, *values)
     return Launched(compiled, grid, (*args, *values))
@@ -89,33 +95,40 @@ def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
 def _compile(
     kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
     variants: Sequence[Mapping[str, Any]] = (), cluster: int = 1,
-) -> tuple[CompiledKernel, list[Any]]:  # fmt: skip
+) -> tuple[CompiledKernel, list[Any]] | None:  # fmt: skip
     """Compile and load the kernel of a launch, and those of its variants at the same time; return the first and its
-    constants.
+    constants, or None if Triton's ``jit_cache_hook`` says that it is not to be compiled.
 
     Triton 3.6 launches the clusters that a kernel has been compiled for. Gluon cannot express those; but the launcher
-    reads their size from the packed metadata, and multiplies the grid by it."""
+    reads their size from the packed metadata, and multiplies the grid by it.
+
+    Raises:
+        Exception: what was raised by the first compilation that failed. The kernels of the others are kept."""
     cache_folder.ensure()
     names = kernel.arg_names[: len(args)]
-    missing: dict[Hashable, tuple[list[Any], dict[str, Any]]] = {}
+    found: dict[Hashable, tuple[CompiledKernel, list[Any]] | None] = {}
+    calls: dict[Hashable, Callable[[], Any]] = {}
+    values: dict[Hashable, list[Any]] = {}
     for changes in ({}, *variants):
         changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
         options = {name: changes.get(name, x) for name, x in constants.items()}
         key = _key(kernel, device, changed, options)
-        if _compiled.get(key) is None:
-            missing[key] = changed, options
-    calls = [
-        functools.partial(kernel.warmup, *changed, grid=grid, enable_fp_fusion=True, **options)
-        for changed, options in missing.values()
-    ]
-    for (key, (_, options)), compiled in zip(missing.items(), compile_together(calls), strict=True):
+        found[key] = _compiled.get(key)
+        if found[key] is None:
+            values[key] = [options[name] for name in kernel.arg_names[len(args) :]]
+            calls[key] = functools.partial(kernel.warmup, *changed, grid=grid, enable_fp_fusion=True, **options)
+    outcomes = compile_together(list(calls.values()), device) if calls else []
+    for key, compiled in zip(calls, outcomes, strict=True):
+        if isinstance(compiled, Exception) or compiled is None:
+            continue
         if cluster > 1:
             compiled.packed_metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
         getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
-        _compiled.put(key, (compiled, [options[name] for name in kernel.arg_names[len(args) :]]))
-    found = _compiled.get(_key(kernel, device, args, constants))
-    assert found is not None
-    return found
+        found[key] = _compiled.put(key, (compiled, values[key]))
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return next(iter(found.values()))
 
 
 def _key(kernel: Any, device: torch.device, args: Sequence[Any], constants: Mapping[str, Any]) -> Hashable:

@@ -40,9 +40,12 @@ from .peer import driver
 from .plans import Plan
 
 SECONDS = 10.0  # of the numerical self-test
+WHOLE = 600.0  # seconds of an exchange between two processes
 SILENCE = {"gloo": 60.0, "nccl": 180.0}  # seconds of a step of two processes, which may have to compile kernels
 NVLINK_GBS = 60.0  # of copies between GPUs; PCIe 5.0 x16 moves less
 COPIED = 256 * 2**20  # bytes
+DIFFERS = "differs from float64"
+WRONG = "results are wrong here: try kernel='eager', and report the output of this command"
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}  # of rounding
 
 
@@ -235,12 +238,13 @@ def _exchanged(backend: str) -> Finding:
             for rank, log in enumerate(logs)
         ]
         try:
-            end, said = time.monotonic() + silence, 0
+            last, said = time.monotonic() + WHOLE, 0
+            end = time.monotonic() + silence
             while any(p.poll() is None for p in processes) and time.monotonic() < end:
                 if any(p.poll() for p in processes):  # the other one waits for it
                     end = min(end, time.monotonic() + 2.0)
                 elif (size := sum(os.fstat(log.fileno()).st_size for log in logs)) > said:
-                    end, said = time.monotonic() + silence, size
+                    end, said = min(time.monotonic() + silence, last), size
                 time.sleep(0.05)
             late = [rank for rank, process in enumerate(processes) if process.poll() is None]
         finally:
@@ -254,7 +258,9 @@ def _exchanged(backend: str) -> Finding:
     rank = next((rank for rank in failed if rank not in late), failed[0])
     text = (texts[rank] or "no output").splitlines()[-1][:300]
     advice = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), firewalls, and NCCL_DEBUG=WARN"
-    how = f"was silent for {silence:.0f} s, its last line is" if rank in late else "failed:"
+    if DIFFERS in text:
+        advice = WRONG
+    how = f"did not end in time, {silence:.0f} s a step; its last line is" if rank in late else "failed:"
     return Finding(check, "fail", f"rank {rank} {how} {text}", advice)
 
 
@@ -273,7 +279,7 @@ def _as_rank(backend: str, store: str, rank: int) -> int:
         print(f"dataflow {dataflow}", flush=True)
         worst = problem.excess(_whole_results(problem, plan(257, causal=True, dataflow=dataflow)))
         if not worst <= 1:
-            print(f"dataflow {dataflow} differs from float64 by {worst:.1f} times the allowed error")
+            print(f"dataflow {dataflow} {DIFFERS} by {worst:.1f} times the allowed error", flush=True)
             os._exit(1)
     print("done", flush=True)
     os._exit(0)  # not through the shutdown of the interpreter, in which gloo's threads may abort
@@ -352,8 +358,7 @@ def arithmetic(seconds: float) -> Iterator[Finding]:
             if not excess <= worst:  # also NaN
                 worst, where = excess, f"{size} ranks, {arguments}, {str(dtype).removeprefix('torch.')}"
     text = f"{count} cases of {', '.join(dataflows())}; largest error {worst:.2f} of the allowed one ({where})"
-    advice = "results are wrong here: try kernel='eager', and report the output of this command"
-    yield judged(worst <= 1, "fail", "arithmetic", text, advice)
+    yield judged(worst <= 1, "fail", "arithmetic", text, WRONG)
 
 
 # --- The command ---------------------------------------------------------------------------------------

@@ -89,20 +89,50 @@ def test_a_process_that_fails_is_reported_with_its_last_line(monkeypatch: pytest
     assert "nosuchlink" in finding.text or "failed" in finding.text
 
 
-@pytest.mark.parametrize("steps", [8, 1])
+@pytest.mark.parametrize(
+    ("program", "whole", "text"),
+    [
+        ("for i in 1 2 3 4 5 6 7 8; do echo step $i; sleep 0.5; done", 600, None),
+        ("echo step 1; sleep 4", 600, "rank 0 did not end in time, 2 s a step; its last line is step 1"),
+        ("while echo step 2; do sleep 0.1; done", 3, "rank 0 did not end in time, 2 s a step; its last line is step 2"),
+        ("echo ring differs from float64 by 9; exit 1", 600, "rank 0 failed: ring differs from float64 by 9"),
+    ],
+    ids=["reports", "is silent", "never ends", "is wrong"],
+)  # fmt: skip
 def test_processes_may_take_long_while_they_report_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, whole: float, text: str | None
 ) -> None:
     """The first run compiles kernels in every step. A process that says nothing for as long is ended, and reported."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nfor i in $(seq {steps}); do echo step $i; sleep {4 / steps}; done\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(doctor.sys, "executable", str(program))
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o700)
+    monkeypatch.setattr(doctor.sys, "executable", str(path))
     monkeypatch.setattr(doctor, "SILENCE", {"gloo": 2.0})
+    monkeypatch.setattr(doctor, "WHOLE", whole)
     finding = doctor._exchanged("gloo")
-    if steps == 1:
-        assert finding.text == "rank 0 was silent for 2 s, its last line is step 1"
-    assert finding.verdict == ("ok" if steps > 1 else "fail")
+    assert finding.verdict == ("ok" if text is None else "fail")
+    if text is not None:
+        assert finding.text == text
+        assert finding.advice.startswith("results are wrong" if "differs" in text else "check the network")
+
+
+def test_a_difference_is_printed_before_the_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the shutdown of Python, which would write what is left in buffers."""
+    program = """
+import sys
+from ringattn import doctor
+real = doctor._whole_results
+doctor._whole_results = lambda *x: [y * 1.01 for y in real(*x)]
+sys.exit(doctor.main(sys.argv[3:]))
+"""
+    (tmp_path / "wrong.py").write_text(program)
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nunset PYTHONUNBUFFERED\nexec {sys.executable} {tmp_path}/wrong.py "$@"\n')
+    path.chmod(0o700)
+    monkeypatch.setattr(doctor.sys, "executable", str(path))
+    finding = doctor._exchanged("gloo")
+    assert "differs from float64 by" in finding.text
+    assert finding.advice == doctor.WRONG
 
 
 def test_old_versions_are_compared_as_numbers() -> None:
