@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _ADVICE = (
-    "Read the output of that rank first, then restart all ranks, from the last checkpoint if there is one "
+    "Read the output of {} first, then restart all ranks, from the last checkpoint if there is one "
     "(torchrun --max-restarts does); python -m ringattn.doctor checks the links"
 )
 
@@ -87,7 +87,8 @@ class Place(NamedTuple):
     step: int
 
     def __str__(self) -> str:
-        where = f" ({self.dataflow}, step {self.step})" if self.dataflow else ""
+        step = f", step {self.step}" if self.step >= 0 else ""
+        where = f" ({self.dataflow}{step})" if self.dataflow else ""
         return f"rank {self.rank}: {self.call}{where}"
 
 
@@ -109,7 +110,8 @@ class ExchangeFailed(RuntimeError):
         self.rank, self.call, self.dataflow, self.step = place
 
     def __str__(self) -> str:
-        return f"{self.place} failed after {self.elapsed:.1f} s: {self.cause}. {_ADVICE}"
+        first = "the other ranks" if self.peer is None else "that rank"
+        return f"{self.place} failed after {self.elapsed:.1f} s: {self.cause}. {_ADVICE.format(first)}"
 
 
 class LostPeer(ExchangeFailed):

@@ -75,6 +75,7 @@ def attention(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
+        check_types(q, k, v)
         q, k, v = operators.as_autocast(q, k, v)
         check_tensors(q, k, v, plan)
         check_scale(softmax_scale, alibi_slopes)
@@ -94,6 +95,19 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that these are plain tensors.
+
+    Raises:
+        TypeError: the type, what was expected and the fix.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor (batch, seq, heads, head_dim)")
+        if hasattr(x, "to_local"):
+            raise TypeError(f"{name} is a DTensor; pass {name}.to_local(), this rank's heads of this rank's tokens")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
     """Check that these are shards of a plan that one attention takes.
 
@@ -101,8 +115,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         ValueError, TypeError: the value, what was expected and the fix.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if hasattr(x, "to_local"):
-            raise TypeError(f"{name} is a DTensor; pass {name}.to_local(), this rank's heads of this rank's tokens")
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq, heads, head_dim)")
         if not x.is_floating_point():
@@ -117,6 +129,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         raise ValueError(f"batch sizes differ: q {batch}, k {k.shape[0]}, v {v.shape[0]}; expand() the smaller ones")
     if v.shape[1] != seq_k or v.shape[2] != kv_heads:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; seq and heads must be equal")
+    if not head_dim or not v.shape[3]:
+        raise ValueError(f"head_dim is {head_dim} and that of v {v.shape[3]}; both must be at least 1")
     if k.shape[3] != head_dim:
         raise ValueError(f"q has head_dim {head_dim} and k {k.shape[3]}; they must be equal (v's may differ)")
     if kv_heads == 0 or q_heads % kv_heads:
@@ -145,11 +159,15 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
 
 
 def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
-    """Check that no gradient is expected of arguments that have none.
+    """Check the scale, and that no gradient is expected of arguments that have none.
 
     Raises:
-        ValueError: the argument, and the fix.
+        ValueError, TypeError: the argument, and the fix.
     """
+    if isinstance(softmax_scale, str):
+        raise TypeError(f"softmax_scale is {softmax_scale!r}; pass a float")
+    if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}; pass a finite number, or None for head_dim**-0.5")
     if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
         raise ValueError("softmax_scale requires grad, but it has no gradient here; multiply q by it and pass 1.0")
     if alibi_slopes is not None and alibi_slopes.requires_grad:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import pitched
-from .functional import check_scale, check_score, check_tensors
+from .functional import check_scale, check_score, check_tensors, check_types
 from .kernels.contract import ScoreMod, accumulation_dtype
 from .plans import Plan
 from .staging import Engines, Split, Staging
@@ -111,6 +111,7 @@ def attention(
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
+        check_types(q, k, v)
         of_q, of_k, of_v = (torch.empty_like(x, device="meta") for x in (q, k, v))
         slopes, logits = (None if x is None else torch.empty_like(x, device="meta") for x in (alibi_slopes, sink))
         check_tensors(of_q, of_k, of_v, plan)  # as if all were in one place

@@ -237,6 +237,9 @@ class Request:
                 raise TypeError(f"{name} is {text!r}; pass a str{' or a plan' * (name == 'layout')}")
             if text not in names:
                 raise ValueError(f"{name}={text!r} is unknown; use one of {', '.join(map(repr, names))}")
+        for name, flag in (("causal", masking.causal), ("deterministic", deterministic)):
+            if isinstance(flag, str):  # "no" is true
+                raise TypeError(f"{name} is {flag!r}; pass a bool")
         mask = masking.mask
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(

@@ -213,6 +213,8 @@ class Plan:
         return dim % max(x.ndim, 1)
 
     def _shard(self, x: Tensor, dim: int, shards: tuple[Shard, ...], name: str) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"shard() got a {type(x).__name__}; pass a tensor: torch.as_tensor(x)")
         if not -x.ndim <= dim < x.ndim:
             raise IndexError(f"shard() got dim {dim} for shape {tuple(x.shape)}; pass the sequence dim")
         if x.shape[dim] != getattr(self, name):

@@ -292,7 +292,8 @@ class GroupTransport(Transport):
         self.health = Health(self.rank, self.world_size)
         self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
         self.timeout = timeout or self.limit
-        self.call, began = "connecting the ranks of a group", time.monotonic()
+        self.call = f"connecting the ranks of a group (all of them make its first plan, within {self.timeout:g} s)"
+        began = time.monotonic()
         try:  # agree() must not wait for the GPU, so it runs over gloo.
             self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo.group_of(group, self.timeout)
         except RuntimeError as error:
@@ -483,12 +484,11 @@ def of(group: Any, timeout: float | None = None) -> Transport:
             )
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
-    if not isinstance(group, dist.ProcessGroup):
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None")
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group; only ranks of the group may call plan()")
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group, and only its ranks may make this call")
     with _lock:
         group_lock = _group_locks.setdefault(group, threading.Lock())
     # One lock per group: a transport is made by messages, and threads of two ranks may make those of two groups in

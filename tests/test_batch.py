@@ -198,6 +198,14 @@ def test_documents_refuses_contradictions(extra: dict[str, Tensor], says: str) -
         batches.documents({"input_ids": torch.zeros(1, 8), **extra})
 
 
+def test_arrays_are_refused_by_their_type() -> None:
+    plan = ringattn.plan(12, virtual.VirtualRank(0, 1), causal=True)
+    whole = make(12, None)
+    for name in ("input_ids", "labels"):
+        with pytest.raises(TypeError, match=rf"{name} is of type ndarray; pass a tensor: torch.as_tensor\({name}\)"):
+            plan.shard_batch({**whole, name: whole[name].numpy()})
+
+
 # --- Refusals of shard_batch ---------------------------------------------------------------------------
 
 

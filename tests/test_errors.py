@@ -60,10 +60,16 @@ def zeros(*shape: int, **how: Any) -> torch.Tensor:
             ["k and v: 5 tokens", "holds 6", "plan.shard_k()"],
         ),
         (dict(v=zeros(2, 5, 2, 8)), ValueError, ["(2, 6, 2, 8)", "(2, 5, 2, 8)"]),
+        (dict(q=zeros(2, 6, 4, 0), k=zeros(2, 6, 2, 0)), ValueError, ["head_dim is 0", "of v 8", "at least 1"]),
+        (dict(v=zeros(2, 6, 2, 0)), ValueError, ["head_dim is 8", "of v 0", "at least 1"]),
+        (dict(k=None), TypeError, ["k is of type NoneType", "pass a tensor", "(batch, seq, heads, head_dim)"]),
+        (dict(q=zeros(2, 6, 4, 8).numpy()), TypeError, ["q is of type ndarray", "pass a tensor"]),
         (dict(softcap=-1.0), ValueError, ["softcap is -1.0", "positive, or 0"]),
         (dict(softcap=float("nan")), ValueError, ["softcap is nan", "positive, or 0"]),
         (dict(softcap=float("inf")), ValueError, ["softcap is inf", "positive, or 0"]),
         (dict(softmax_scale=torch.tensor(0.3, requires_grad=True)), ValueError, ["softmax_scale requires grad", "q"]),
+        (dict(softmax_scale=float("nan")), ValueError, ["softmax_scale is nan", "finite", "head_dim**-0.5"]),
+        (dict(softmax_scale="0.1"), TypeError, ["softmax_scale is '0.1'", "pass a float"]),
         (dict(sink=zeros(2)), ValueError, ["sink has shape (2,)", "(q_heads,) = (4,)"]),
         (dict(alibi_slopes=zeros(3, 4)), ValueError, ["(3, 4)", "(q_heads,) = (4,)", "(batch, q_heads) = (2, 4)"]),
         (dict(alibi_slopes=zeros(4, requires_grad=True)), ValueError, ["requires grad", "alibi_slopes.detach()"]),
@@ -112,6 +118,13 @@ def test_a_tensor_subclass_of_shards() -> None:
     with pytest.raises(TypeError, match=r"k is a DTensor; pass k.to_local\(\)"):
         ringattn.attention(**{**good(), "k": good()["k"].as_subclass(Sharded)}, plan=plan)
     assert plan.transport.sent_messages == 0
+
+
+def test_arrays_are_not_sharded() -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3))
+    for shard in (plan.shard, plan.shard_k):
+        with pytest.raises(TypeError, match=r"shard\(\) got a ndarray; pass a tensor: torch.as_tensor\(x\)"):
+            shard(torch.zeros(2, SEQ).numpy())  # type: ignore[arg-type]
 
 
 def test_documents_of_another_batch_size() -> None:

@@ -138,6 +138,41 @@ def test_backwards_in_another_order(pools: Callable[[int], Pool], world_size: in
             assert "attention() backward, forward=3" in text
 
 
+def losses_on_rank_0(checks: bool) -> None:
+    """Log on rank 0 only, and go on with the next batch: ``if rank == 0: print(reduced(loss))``. With checks by the
+    function that the next batch calls, too."""
+    plan, x = make(checks)
+    loss = ringattn.attention(x, x, x, plan).sum()
+    for step in range(2):
+        if step == 0 or plan.rank == 0:
+            if checks:
+                ringattn.loss.count_targets(torch.zeros(1, SEQ), plan.transport)
+            else:
+                ringattn.loss.reduced(loss, plan.transport, wrapper="sums")
+        ringattn.loss.count_targets(torch.zeros(1, SEQ), plan.transport)
+
+
+def job_losses(checks: bool) -> tuple[str, str]:
+    return error_of(losses_on_rank_0, checks)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_sum_of_losses_on_one_rank(pools: Callable[[int], Pool], world_size: int, checks: bool) -> None:
+    """Sums of different calls would have been added up."""
+    answers = pools(world_size).run(job_losses, checks)
+    assert "Desynchronized" in [kind for kind, _ in answers]
+    for kind, text in answers:
+        assert "loss.count_targets()" in text
+        if checks:
+            assert kind == "Desynchronized"
+            assert "loss.count_targets() differs across ranks: line is " in text
+            assert text.count("test_lockstep.py:") >= 4
+        else:
+            assert kind in ("Desynchronized", "LostPeer")
+            assert "loss.reduced()" in text
+
+
 def refused_by(ranks: tuple[int, ...]) -> tuple[tuple[str, str], tuple[str, str]]:
     """Pass a wrong shape on some ranks, in a call that was compared before; then call again."""
     plan, x = make()

@@ -89,6 +89,8 @@ def test_differing_arguments_raise_the_same_error_on_every_rank(
         (dict(cu_seqlens=[0, 9, 8, 24]), "ValueError", "cu_seqlens falls from 9 to 8"),
         (dict(documents={}), "RuntimeError", "Could not infer dtype of dict"),  # what torch says
         (dict(window_size=5), "TypeError", "window_size is 5; pass two ints"),
+        (dict(causal="no"), "TypeError", "causal is 'no'; pass a bool"),
+        (dict(deterministic="no"), "TypeError", "deterministic is 'no'; pass a bool"),
         (dict(local_size=3), "ValueError", "local_size is 3; it must divide the group's 4 ranks"),
         (dict(timeout=0), "ValueError", "timeout is 0; it must be a positive number of seconds, as 600"),
         (

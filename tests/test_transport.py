@@ -90,6 +90,24 @@ def groups_accepted() -> dict[str, Any]:
     return result
 
 
+def first_plan_without_rank_1() -> str:
+    late = dist.new_group(list(range(dist.get_world_size())))
+    if dist.get_rank(late) == 1:
+        time.sleep(3)
+    try:
+        ringattn.plan(16, late, timeout=1.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_rank_that_misses_the_first_plan_of_a_group(pools: Callable[[int], Pool], world_size: int) -> None:
+    first, _ = pools(world_size).run(first_plan_without_rank_1)
+    assert "connecting the ranks of a group (all of them make its first plan, within 1 s) failed after" in first
+    assert "Read the output of the other ranks first" in first
+
+
 @pytest.mark.parametrize("world_size", on_ranks(4))
 def test_the_groups_that_plan_accepts(pools: Callable[[int], Pool], world_size: int) -> None:
     for rank, result in enumerate(pools(world_size).run(groups_accepted)):
@@ -98,7 +116,7 @@ def test_the_groups_that_plan_accepts(pools: Callable[[int], Pool], world_size: 
         if rank in (1, 3):
             assert sorted([result["pair"], (1 - result["pair"][0], 2)]) == [(0, 2), (1, 2)]
         else:
-            assert result["pair"] == "this rank is not in the group; only ranks of the group may call plan()"
+            assert result["pair"] == "this rank is not in the group, and only its ranks may make this call"
         assert result["DeviceMesh"].startswith("ValueError: the DeviceMesh has 2 dimensions ('dp', 'cp')")
         assert result["int"] == "TypeError: group is of type int; pass a ProcessGroup, a 1-D DeviceMesh or None"
         assert result["str"].startswith("TypeError: group is of type str")

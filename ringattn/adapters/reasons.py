@@ -75,7 +75,8 @@ def of_activations(site: Site, shards: Sequence[layouts.Shard]) -> str:
         )
     return (
         "something that mixes tokens of a row outside of attention: a state carried along the sequence "
-        "(plan.heads() runs it on whole rows), a norm, mean, pooling or count over tokens"
+        "(plan.heads() runs it on whole rows), a norm, mean, pooling or count over tokens; or attention by a plan that "
+        "holds other tokens than the step's: make it with layout=, the step's plan"
     )
 
 

@@ -239,13 +239,19 @@ def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return (rows, seq_len) of the tokens of a batch."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"the batch is of type {type(batch).__name__}; pass a dict of tensors")
+    found: tuple[int, int] | None = None
     for name in (*_TOKENS, "labels", "shift_labels"):
         x = batch.get(name)
-        if isinstance(x, Tensor):
-            if x.ndim < 2:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq_len, ...)")
-            if name in _TOKENS:
-                return x.shape[0], x.shape[1]
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor: torch.as_tensor({name})")
+        if found is None and x.ndim < 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq_len, ...)")
+        if found is None and name in _TOKENS:
+            found = x.shape[0], x.shape[1]
+    if found is not None:
+        return found
     raise ValueError(f"the batch has {', '.join(map(repr, batch)) or 'nothing'}; it needs input_ids or inputs_embeds")
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import lockstep
 from .. import transport as transports
 from .batch import IGNORE
 
@@ -37,7 +38,7 @@ def count_targets(targets: Tensor | Iterable[Tensor], group: Any = None, *, igno
     if not several:
         raise ValueError("targets is empty; pass one tensor of targets, or those of every batch of the step")
     count = torch.stack([(t != ignore_index).sum() for t in several]).sum()
-    return _summed(count, group)
+    return _summed(count, group, "loss.count_targets()")
 
 
 def cross_entropy(
@@ -95,7 +96,7 @@ def row_sums(values: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
     """
     own = values.sum(1)
     part = own * _ranks(wrapper, group)
-    return part + (_summed(own.detach().clone(), group) - part.detach())
+    return part + (_summed(own.detach().clone(), group, "loss.row_sums()") - part.detach())
 
 
 def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
@@ -103,7 +104,7 @@ def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
 
     Every rank of the group must call this. Parts of accumulated batches may be added first."""
     ranks = _ranks(wrapper, group)
-    return _summed(loss.detach().clone(), group) / ranks
+    return _summed(loss.detach().clone(), group, "loss.reduced()") / ranks
 
 
 def _token_losses(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str = "none") -> Tensor:
@@ -117,9 +118,16 @@ def _token_losses(logits: Tensor, targets: Tensor, ignore_index: int, reduction:
     return losses.reshape(targets.shape) if reduction == "none" else losses
 
 
-def _summed(x: Tensor, group: Any) -> Tensor:
+def _summed(x: Tensor, group: Any, call: str) -> Tensor:
+    """Return the sum over ranks. They must all be in this call, which those of one host notice, and with
+    RINGATTN_CHECK=1 all of them."""
     transport = transports.of(group)
-    return transport.all_reduce(x, "sum") if transport.world_size > 1 else x
+    if transport.world_size == 1:
+        return x
+    transport.begin(call, details=f"shape={tuple(x.shape)}, dtype={x.dtype}", compares=transport.checks)
+    if transport.checks:
+        transport.agree(call, lockstep.whereabouts(transport.calls, lines=True), None, lockstep.ADVICE)
+    return transport.all_reduce(x, "sum")
 
 
 def _ranks(wrapper: str, group: Any) -> int:
