@@ -80,11 +80,11 @@ def attention(
         check_tensors(q, k, v, plan)
         check_scale(softmax_scale, alibi_slopes)
         check_score(q, softcap, alibi_slopes, sink, score_mod)
+        scale = scale_of(q, softmax_scale)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         if not torch.compiler.is_compiling():
             plan.refuse("attention()", error)
         raise
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     mod = 0 if score_mod is None else score_mod.handle
     grad_mode = torch.is_grad_enabled()
     inputs = (q, k, v, alibi_slopes, sink, scale, float(softcap), kernel, plan.handle, mod, grad_mode)
@@ -158,16 +158,30 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         )
 
 
-def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
-    """Check the scale, and that no gradient is expected of arguments that have none.
+def scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    """Return the scale of these queries' scores.
 
     Raises:
-        ValueError, TypeError: the argument, and the fix.
+        TypeError, ValueError: it is no finite number.
     """
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    if torch.compiler.is_compiling():  # a number that changes has no value here
+        return float(softmax_scale)
     if isinstance(softmax_scale, str):
         raise TypeError(f"softmax_scale is {softmax_scale!r}; pass a float")
-    if isinstance(softmax_scale, float) and not math.isfinite(softmax_scale):
+    scale = float(softmax_scale)
+    if not math.isfinite(scale):
         raise ValueError(f"softmax_scale is {softmax_scale}; pass a finite number, or None for head_dim**-0.5")
+    return scale
+
+
+def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
+    """Check that no gradient is expected of arguments that have none.
+
+    Raises:
+        ValueError: the argument, and the fix.
+    """
     if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
         raise ValueError("softmax_scale requires grad, but it has no gradient here; multiply q by it and pass 1.0")
     if alibi_slopes is not None and alibi_slopes.requires_grad:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import pitched
-from .functional import check_scale, check_score, check_tensors, check_types
+from .functional import check_scale, check_score, check_tensors, check_types, scale_of
 from .kernels.contract import ScoreMod, accumulation_dtype
 from .plans import Plan
 from .staging import Engines, Split, Staging
@@ -117,6 +117,7 @@ def attention(
         check_tensors(of_q, of_k, of_v, plan)  # as if all were in one place
         check_scale(softmax_scale, alibi_slopes)
         check_score(of_q, softcap, slopes, logits, score_mod)
+        scale = scale_of(q, softmax_scale)
         if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
             raise ValueError(f"heads is {heads!r}; it must be a positive number of key heads")
         place = _device((q, k, v), plan, device)
@@ -125,7 +126,7 @@ def attention(
         raise
     call = _Call(
         plan,
-        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        scale,
         float(softcap),
         kernel,
         score_mod,

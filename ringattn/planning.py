@@ -31,7 +31,7 @@ from .transport import Transport
 if TYPE_CHECKING:
     from .cost import Costs
 
-VERSION = 6  # of the exchange between ranks
+VERSION = 7  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
 _SAME_ROWS = "The ranks of the group share each row, so they must read the same rows: see docs/use/ranks.md"
 _ADVICE = {
@@ -479,4 +479,5 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
         why=placed.why,
         digest=digest,
         timeout=request.timeout,
+        row=(setting.mask.seq_len, setting.mask.seq_len_k, request.parts["cu_seqlens"], request.parts["documents"]),
     )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import blocks, lockstep, neighbours
+from . import blocks, lockstep, neighbours, split_by
 from . import layout as layouts
 from .agreement import Agreement, Value
 from .by_heads import run_by_heads
@@ -80,6 +80,7 @@ class Plan:
         digest: a hash of the arguments of :func:`ringattn.plan`, the same on all ranks.
         timeout: seconds that a rank waits for another in a call; None: the group's.
         local_lengths, local_lengths_k: queries and keys that each rank holds.
+        row: stands for the lengths, documents and padding; equal for layers with other masks.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Plan:
         why: str = "",
         digest: int = 0,
         timeout: float | None = None,
+        row: Hashable = None,
     ) -> None:
         self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
         self.documents = documents
@@ -112,7 +114,7 @@ class Plan:
         self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
         self.schedule, self.flow, self.transport, self.nodes = schedule, flow, transport, nodes
         self.choice, self.why = choice, why
-        self.handle, self.digest, self.timeout = next(_handles), digest, timeout
+        self.handle, self.digest, self.timeout, self.row = next(_handles), digest, timeout, row
         self.memo: Memo[Any] = Memo(1 << 14)
         self._agreed: dict[tuple[object, ...], str] = {}  # calls that were compared, and their texts
         self._unchecked: Agreement | None = None  # on the arguments of plan()
@@ -142,12 +144,19 @@ class Plan:
     @property
     def positions(self) -> Tensor:
         """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device."""
+        self.once("split", lambda: split_by.note(self))
         return self.once("positions", lambda: layouts.positions(self.shards[self.rank], self.transport.device))
 
     @property
     def positions_k(self) -> Tensor:
         """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device."""
+        self.once("split", lambda: split_by.note(self))
         return self.once("positions_k", lambda: layouts.positions(self.shards_k[self.rank], self.transport.device))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tokens were split by this plan, or its positions asked for."""
+        return bool(self.memo.get("split"))
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a whole tensor of queries' tokens, along ``dim``: a new tensor, differentiable."""
@@ -222,6 +231,7 @@ class Plan:
                 f"shard() got {x.shape[dim]} tokens along dim {dim} (shape {tuple(x.shape)}), "
                 f"but the plan's {name} is {getattr(self, name)}; pass the whole tensor and its sequence dim"
             )
+        self.once("split", lambda: split_by.note(self))
         return layouts.take(x, shards[self.rank], dim)
 
     def shard_batch(
@@ -241,6 +251,7 @@ class Plan:
                 that differ between ranks, the same error on every rank.
         """
         self.check_agreement()
+        self.once("split", lambda: split_by.note(self))
         return shard_batch(self, batch, seq_dims=seq_dims)
 
     # What dataflows read
@@ -321,6 +332,8 @@ class Plan:
         elif error is not None:
             raise error
         if compared:
+            if what == "attention()" and not compared_before:
+                split_by.warn_of_another(self)
             self._agreed[signature] = text
 
     def _trusted(self, what: str) -> bool:

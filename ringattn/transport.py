@@ -118,7 +118,7 @@ class Transport:
         """Raise GroupBroken if an earlier call on this group failed after its first message."""
         if self.given_up:
             raise GroupBroken(
-                f"an earlier attention on this group raised {self.given_up}; its ranks may be at different messages: "
+                f"an earlier call on this group raised {self.given_up}; its ranks may be at different messages: "
                 "restart them, or go on with plans of a new group (dist.new_group)"
             )
 
@@ -292,7 +292,7 @@ class GroupTransport(Transport):
         self.health = Health(self.rank, self.world_size)
         self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
         self.timeout = timeout or self.limit
-        self.call = f"connecting the ranks of a group (all of them make its first plan, within {self.timeout:g} s)"
+        self.call = f"connecting the ranks of a group (all of them make its first call, within {self.timeout:g} s)"
         began = time.monotonic()
         try:  # agree() must not wait for the GPU, so it runs over gloo.
             self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo.group_of(group, self.timeout)

@@ -57,6 +57,21 @@ def test_compiles_without_graph_break_and_without_recompiling_for_a_new_plan() -
     assert counter.frame_count <= 2  # the second call learns that the handle varies
 
 
+def test_scales_and_plans_that_differ_between_layers_compile() -> None:
+    """The second scale is a number without a value while it is traced. Positions and shards are asked for inside."""
+    first = ringattn.plan(SEQ, causal=True)
+    plans = [ringattn.plan(SEQ, causal=True, window_size=(n, 0), layout=first) for n in (3, 9, 20)]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def layer(q: Tensor, k: Tensor, v: Tensor, plan: ringattn.Plan, scale: float) -> Tensor:
+        return ringattn.attention(plan.shard(q), k, v, plan, softmax_scale=scale) + plan.positions[:, None, None]
+
+    for plan, scale in zip(plans, (0.1, 0.2, 0.3), strict=True):
+        q, k, v = inputs()
+        want = reference.attention(q, k, v, plan.mask, softmax_scale=scale)[0] + torch.arange(SEQ)[:, None, None]
+        torch.testing.assert_close(layer(q, k, v, plan, scale), want, rtol=1e-10, atol=1e-10)
+
+
 def test_another_length_is_compiled_once_more() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     layer = torch.compile(lambda q, k, v, plan: ringattn.attention(q * 1.5, k, v, plan), backend=counter)
@@ -287,7 +302,7 @@ def test_after_a_call_that_was_given_up_the_group_is_not_used_again(monkeypatch:
         with pytest.raises(MemoryError, match="no room"):
             ringattn.attention(q, k, v, plan)
         monkeypatch.setattr(rank, "start", start)
-        with pytest.raises(RuntimeError, match="an earlier attention on this group raised MemoryError: no room"):
+        with pytest.raises(RuntimeError, match="an earlier call on this group raised MemoryError: no room"):
             ringattn.attention(q, k, v, ringattn.plan(SEQ, rank, dataflow="gather"))
 
     virtual.run(2, body)

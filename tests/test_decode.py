@@ -330,7 +330,7 @@ def test_a_failed_exchange_ends_the_use_of_the_group(way: Way) -> None:
         way.fail(rank, ValueError("the wire broke"))
         with pytest.raises(ValueError, match="the wire broke"):
             ringattn.decode(q, k, v, step, **arguments)
-        with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError: the wire broke"):
+        with pytest.raises(RuntimeError, match="an earlier call on this group raised ValueError: the wire broke"):
             ringattn.decode(q, k, v, step, **arguments)
 
     way.run(2, body)

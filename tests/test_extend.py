@@ -393,7 +393,7 @@ def test_a_call_that_fails_after_messages_were_sent_ends_the_use_of_its_group() 
             lambda: plan.unshard(q),
             lambda: ringattn.decode(q[:, :1], q[:, :1], q[:, :1], step, layer=0),
         ):
-            with pytest.raises(RuntimeError, match="an earlier attention on this group raised ValueError") as error:
+            with pytest.raises(RuntimeError, match="an earlier call on this group raised ValueError") as error:
                 call()
             messages.append(str(error.value))
         return messages

@@ -109,3 +109,31 @@ def test_refuses(call, says: str) -> None:  # type: ignore[no-untyped-def]
     x, weight, targets = problem("none")
     with pytest.raises(ValueError, match=says):
         call(x @ weight.T, targets)
+
+
+def test_a_sum_keeps_the_time_limit_of_attention() -> None:
+    """Attention that is queued on a GPU is watched by the limit of the group's latest call."""
+
+    def body(rank: virtual.VirtualRank) -> None:
+        plan = ringattn.plan(16, rank, timeout=7200.0)
+        shard = plan.shard(torch.zeros(1, 16, 1, 8))
+        ringattn.attention(shard, shard, shard, plan)
+        assert rank.timeout == 7200.0
+        loss.count_targets(torch.zeros(1, 8), rank)
+        assert rank.timeout == 7200.0
+
+    virtual.run(2, body)
+
+
+def test_a_sum_that_failed_ends_the_use_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: virtual.VirtualRank, x: Tensor, op: str) -> None:
+        raise RuntimeError("the wire broke")
+
+    def body(rank: virtual.VirtualRank) -> None:
+        with pytest.raises(RuntimeError, match="the wire broke"):
+            loss.reduced(torch.zeros(()), rank, wrapper="sums")
+        with pytest.raises(RuntimeError, match="an earlier call on this group raised RuntimeError: the wire broke"):
+            loss.count_targets(torch.zeros(1, 8), rank)
+
+    monkeypatch.setattr(virtual.VirtualRank, "_all_reduce", fail)
+    virtual.run(2, body)

@@ -104,7 +104,7 @@ def first_plan_without_rank_1() -> str:
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_rank_that_misses_the_first_plan_of_a_group(pools: Callable[[int], Pool], world_size: int) -> None:
     first, _ = pools(world_size).run(first_plan_without_rank_1)
-    assert "connecting the ranks of a group (all of them make its first plan, within 1 s) failed after" in first
+    assert "connecting the ranks of a group (all of them make its first call, within 1 s) failed after" in first
     assert "Read the output of the other ranks first" in first
 
 

@@ -186,9 +186,16 @@ def begins_of(batch: Mapping[str, Any]) -> Begins:
     return Begins(begin, ids >= 0)
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Raise TypeError unless x is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor: torch.as_tensor({name})")
+
+
 def shift_labels(labels: Tensor, begin: Tensor | None = None, real: Tensor | None = None) -> Tensor:
     """Return the target of each token of whole rows: the label of the next one, -100 where the row or the document
     ends, and at padding. ``begin`` and ``real`` are those of :func:`begins`; without them each row is one document."""
+    check_tensor("labels", labels)
     if labels.ndim < 2:
         raise ValueError(_not_of_tokens("labels", labels, "(batch, seq_len)"))
     targets = torch.full_like(labels, IGNORE)
@@ -239,19 +246,15 @@ def shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return (rows, seq_len) of the tokens of a batch."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"the batch is of type {type(batch).__name__}; pass a dict of tensors")
-    found: tuple[int, int] | None = None
     for name in (*_TOKENS, "labels", "shift_labels"):
         x = batch.get(name)
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor: torch.as_tensor({name})")
-        if found is None and x.ndim < 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq_len, ...)")
-        if found is None and name in _TOKENS:
-            found = x.shape[0], x.shape[1]
-    if found is not None:
-        return found
+        if name in _TOKENS and x is not None:
+            check_tensor(name, x)
+        if isinstance(x, Tensor):
+            if x.ndim < 2:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq_len, ...)")
+            if name in _TOKENS:
+                return x.shape[0], x.shape[1]
     raise ValueError(f"the batch has {', '.join(map(repr, batch)) or 'nothing'}; it needs input_ids or inputs_embeds")
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import lockstep
 from .. import transport as transports
+from ..agreement import Value
 from .batch import IGNORE
 
 _WRAPPERS = ("averages", "sums")
@@ -124,10 +125,18 @@ def _summed(x: Tensor, group: Any, call: str) -> Tensor:
     transport = transports.of(group)
     if transport.world_size == 1:
         return x
-    transport.begin(call, details=f"shape={tuple(x.shape)}, dtype={x.dtype}", compares=transport.checks)
+    fields: dict[str, Value] = dict(shape=str(tuple(x.shape)), dtype=str(x.dtype))
+    details = ", ".join(f"{name}={value}" for name, value in fields.items())
+    # With the time limit of the latest plan: attention that is queued on a GPU is still watched by it.
+    transport.begin(call, timeout=transport.timeout, details=details, compares=transport.checks)
     if transport.checks:
-        transport.agree(call, lockstep.whereabouts(transport.calls, lines=True), None, lockstep.ADVICE)
-    return transport.all_reduce(x, "sum")
+        where = lockstep.whereabouts(transport.calls, lines=True)
+        transport.agree(call, {**where, **fields}, None, lockstep.ADVICE)
+    try:
+        return transport.all_reduce(x, "sum")
+    except BaseException as error:
+        transport.note_failure(error)
+        raise
 
 
 def _ranks(wrapper: str, group: Any) -> int:
