@@ -10,17 +10,30 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple, Protocol
 
 import torch
 
 from .layout import Shard
 from .memo import Memo
-
-if TYPE_CHECKING:
-    from .plans import Plan
+from .transport import Transport
 
 ROWS = 64  # of each group, whose latest plan is remembered; without one there is no warning
+
+
+class Plan(Protocol):
+    """What is read of a plan, see :class:`.plans.Plan`."""
+
+    world_size: int
+    transport: Transport
+    layout: str
+    shards: tuple[Shard, ...]
+    shards_k: tuple[Shard, ...]
+    row: Hashable
+
+    @property
+    def is_split(self) -> bool: ...
 
 
 class _Split(NamedTuple):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
+import re
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,9 +45,11 @@ def scaled(x_ptr, TIMES: gl.constexpr, WRONG: gl.constexpr):
 
 
 CPU = torch.device("cpu")
+INTERPRETED = launch.knobs.runtime.interpret
+compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter replaces parts of Triton: in another process")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     """Compile for sm_90 into an empty folder, in several threads. Where Python cannot parse in several, it can while
     nothing is collected.
@@ -66,6 +73,8 @@ def calls(*times: int, wrong: tuple[int, ...] = ()) -> list[Callable[[], Any]]:
     return [lambda n=n: scaled.warmup(x, n, n in wrong, grid=(1,), num_warps=4) for n in times]
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leave the filters of warnings as they were, though Triton's code generator changes them in every thread."""
     names: set[str] = set()
@@ -105,6 +114,8 @@ def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest
     assert len(compile_together(calls(1, 2, 3), CPU)) == 3
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_callers_in_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real, compiled = scaled.compile, []
     begun = threading.Barrier(3, timeout=60)
@@ -124,6 +135,8 @@ def test_callers_in_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatc
     assert all(a is b for other in others for a, b in zip(first, other, strict=True))
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_inside_of_a_mode_in_which_triton_returns_before_it_has_compiled() -> None:
     """Also where the only thread of that mode is the one that compiles."""
 
@@ -135,6 +148,8 @@ def test_inside_of_a_mode_in_which_triton_returns_before_it_has_compiled() -> No
     assert {type(x) for x in both} == {launch.CompiledKernel}
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while Python ends, and where the number of threads is limited."""
 
@@ -145,6 +160,8 @@ def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     assert [type(x) for x in compile_together(calls(16, 17), CPU)] == [launch.CompiledKernel] * 2
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_an_interrupt_waits_only_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
     ran: list[int] = []
@@ -194,6 +211,8 @@ def launch_scaled(times: int, *others: int, wrong: bool = False, variant: bool =
     )
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_a_launch_compiles_its_variants_at_the_same_time(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """And the first launch is of the kernel that was asked for, once."""
     asked: list[int] = []
@@ -208,6 +227,8 @@ def test_a_launch_compiles_its_variants_at_the_same_time(monkeypatch: pytest.Mon
     assert launched[0] == launched[3]
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_a_kernel_that_is_no_longer_kept_is_launched(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """As where another thread puts the same one, or thousands of others."""
     kept = SimpleNamespace(get=lambda key: None, put=lambda key, value: value)
@@ -217,6 +238,8 @@ def test_a_kernel_that_is_no_longer_kept_is_launched(monkeypatch: pytest.MonkeyP
     assert len(set(launched)) == 2
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_a_kernel_that_does_not_compile_raises_its_error(launched: list[str]) -> None:
     for _ in range(2):
         with pytest.raises(CompilationError, match="is wrong"):
@@ -229,6 +252,8 @@ def test_a_kernel_that_does_not_compile_raises_its_error(launched: list[str]) ->
     assert len(launched) == 2
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     real = scaled.compile
     errors = [OSError("no space left on device")]
@@ -245,6 +270,8 @@ def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
     assert len(launched) == 1
 
 
+@compiles
+@pytest.mark.usefixtures("compiling")
 def test_a_hook_that_stops_compiling(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(launch.knobs.runtime, "jit_cache_hook", lambda **_: True)
@@ -252,3 +279,12 @@ def test_a_hook_that_stops_compiling(monkeypatch: pytest.MonkeyPatch, launched: 
         assert launched == []
     assert launch_scaled(26, 27) is not None
     assert len(launched) == 1
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the tests above run here")
+def test_the_others_pass_where_the_interpreter_is_off() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert re.search(r"\b\d+ passed, 1 skipped", run.stdout), run.stdout[-4000:]
