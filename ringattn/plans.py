@@ -332,7 +332,7 @@ class Plan:
         elif error is not None:
             raise error
         if compared:
-            if what == "attention()" and not compared_before:
+            if what == "attention()" and signature not in self._agreed:
                 split_by.warn_of_another(self)
             self._agreed[signature] = text
 

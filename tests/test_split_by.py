@@ -35,9 +35,12 @@ def warned(job: Callable[[virtual.VirtualRank], Any]) -> list[str]:
     return [str(w.message) for w in caught if "no tokens were split" in str(w.message)]
 
 
-def test_a_window_without_the_layout_of_the_first_plan() -> None:
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_window_without_the_layout_of_the_first_plan(wait: bool) -> None:
+    """Also where ranks compare nothing, because they have compared the call with the first plan."""
+
     def job(rank: virtual.VirtualRank) -> None:
-        first, other = make(rank), make(rank, **WINDOW)
+        first, other = make(rank), make(rank, **WINDOW, wait=wait)
         assert first.shards != other.shards
         assert first.local_lengths == other.local_lengths
         attend(first, first)
