@@ -37,15 +37,16 @@ def compile_together(calls: Sequence[Callable[[], Any]], device: torch.device) -
     # Triton 3.6's code generator changes the filters of warnings for a moment, which threads undo in another order than
     # they did it.
     filters = warnings.catch_warnings() if TRITON_3_6 else contextlib.nullcontext()
+    runs = [_outcome(call) for call in calls]
     with _one_caller, filters:
         try:
-            return _in_threads([_outcome(call) for call in calls], device)
+            return _in_threads(runs, device)
         except RuntimeError:  # no thread can be started: Python is about to end, or there are too many
-            return [_outcome(call)() for call in calls]
+            return [run() for run in runs]
 
 
 def _outcome(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that returns what ``call`` raises."""
+    """Return a function that calls ``call`` and returns its result, or the exception that it raised."""
 
     def run() -> Any:
         try:

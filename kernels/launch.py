@@ -107,24 +107,23 @@ def _compile(
     cache_folder.ensure()
     names = kernel.arg_names[: len(args)]
     found: dict[Hashable, tuple[CompiledKernel, list[Any]] | None] = {}
-    calls: dict[Hashable, Callable[[], Any]] = {}
-    values: dict[Hashable, list[Any]] = {}
+    missing: dict[Hashable, tuple[Callable[[], Any], list[Any]]] = {}
     for changes in ({}, *variants):
         changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
         options = {name: changes.get(name, x) for name, x in constants.items()}
         key = _key(kernel, device, changed, options)
         found[key] = _compiled.get(key)
         if found[key] is None:
-            values[key] = [options[name] for name in kernel.arg_names[len(args) :]]
-            calls[key] = functools.partial(kernel.warmup, *changed, grid=grid, enable_fp_fusion=True, **options)
-    outcomes = compile_together(list(calls.values()), device) if calls else []
-    for key, compiled in zip(calls, outcomes, strict=True):
+            call = functools.partial(kernel.warmup, *changed, grid=grid, enable_fp_fusion=True, **options)
+            missing[key] = call, [options[name] for name in kernel.arg_names[len(args) :]]
+    outcomes = compile_together([call for call, _ in missing.values()], device) if missing else []
+    for (key, (_, values)), compiled in zip(missing.items(), outcomes, strict=True):
         if isinstance(compiled, Exception) or compiled is None:
             continue
         if cluster > 1:
             compiled.packed_metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
         getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
-        found[key] = _compiled.put(key, (compiled, values[key]))
+        found[key] = _compiled.put(key, (compiled, values))
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome

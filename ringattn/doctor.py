@@ -40,8 +40,8 @@ from .peer import driver
 from .plans import Plan
 
 SECONDS = 10.0  # of the numerical self-test
-WHOLE = 600.0  # seconds of an exchange between two processes
-SILENCE = {"gloo": 60.0, "nccl": 180.0}  # seconds of a step of two processes, which may have to compile kernels
+TIMEOUT = 600.0  # seconds of an exchange between two processes
+STEP_TIMEOUT = {"gloo": 60.0, "nccl": 180.0}  # seconds of one of its steps, by backend: on GPUs it may compile kernels
 NVLINK_GBS = 60.0  # of copies between GPUs; PCIe 5.0 x16 moves less
 COPIED = 256 * 2**20  # bytes
 DIFFERS = "differs from float64"
@@ -228,7 +228,7 @@ def exchange() -> Iterator[Finding]:
 def _exchanged(backend: str) -> Finding:
     check = f"two ranks, {backend}"
     started = time.perf_counter()
-    silence = SILENCE[backend]
+    limit = STEP_TIMEOUT[backend]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = [stack.enter_context(open(Path(folder, f"log{rank}"), "w+")) for rank in range(2)]
         command = [sys.executable, "-m", "ringattn.doctor", "--exchange", backend, f"{folder}/store"]
@@ -238,13 +238,13 @@ def _exchanged(backend: str) -> Finding:
             for rank, log in enumerate(logs)
         ]
         try:
-            last, said = time.monotonic() + WHOLE, 0
-            end = time.monotonic() + silence
+            deadline, said = time.monotonic() + TIMEOUT, 0
+            end = time.monotonic() + limit
             while any(p.poll() is None for p in processes) and time.monotonic() < end:
                 if any(p.poll() for p in processes):  # the other one waits for it
                     end = min(end, time.monotonic() + 2.0)
                 elif (size := sum(os.fstat(log.fileno()).st_size for log in logs)) > said:
-                    end, said = min(time.monotonic() + silence, last), size
+                    end, said = min(time.monotonic() + limit, deadline), size
                 time.sleep(0.05)
             late = [rank for rank, process in enumerate(processes) if process.poll() is None]
         finally:
@@ -260,7 +260,7 @@ def _exchanged(backend: str) -> Finding:
     advice = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), firewalls, and NCCL_DEBUG=WARN"
     if DIFFERS in text:
         advice = WRONG
-    how = f"did not end in time, {silence:.0f} s a step; its last line is" if rank in late else "failed:"
+    how = f"did not end in time, {limit:.0f} s a step; its last line is" if rank in late else "failed:"
     return Finding(check, "fail", f"rank {rank} {how} {text}", advice)
 
 

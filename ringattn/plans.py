@@ -144,19 +144,22 @@ class Plan:
     @property
     def positions(self) -> Tensor:
         """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device."""
-        self.once("split", lambda: split_by.note(self))
+        self._note_split()
         return self.once("positions", lambda: layouts.positions(self.shards[self.rank], self.transport.device))
 
     @property
     def positions_k(self) -> Tensor:
         """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device."""
-        self.once("split", lambda: split_by.note(self))
+        self._note_split()
         return self.once("positions_k", lambda: layouts.positions(self.shards_k[self.rank], self.transport.device))
 
     @property
     def is_split(self) -> bool:
         """Whether tokens were split by this plan, or its positions asked for."""
         return bool(self.memo.get("split"))
+
+    def _note_split(self) -> None:
+        self.once("split", lambda: split_by.note(self))
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a whole tensor of queries' tokens, along ``dim``: a new tensor, differentiable."""
@@ -231,7 +234,7 @@ class Plan:
                 f"shard() got {x.shape[dim]} tokens along dim {dim} (shape {tuple(x.shape)}), "
                 f"but the plan's {name} is {getattr(self, name)}; pass the whole tensor and its sequence dim"
             )
-        self.once("split", lambda: split_by.note(self))
+        self._note_split()
         return layouts.take(x, shards[self.rank], dim)
 
     def shard_batch(
@@ -251,7 +254,7 @@ class Plan:
                 that differ between ranks, the same error on every rank.
         """
         self.check_agreement()
-        self.once("split", lambda: split_by.note(self))
+        self._note_split()
         return shard_batch(self, batch, seq_dims=seq_dims)
 
     # What dataflows read

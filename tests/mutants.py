@@ -413,7 +413,7 @@ MUTANTS = (
     Mutant(
         "plans: a warning although a plan was asked for its positions",
         "ringattn/plans.py",
-        '        self.once("split", lambda: split_by.note(self))\n        return self.once("positions",',
+        '        self._note_split()\n        return self.once("positions",',
         '        return self.once("positions",',
         "tests/test_split_by.py",
     ),
@@ -469,12 +469,12 @@ MUTANTS = (
     Mutant(
         "launch: a kernel is looked up again after it has compiled",
         "kernels/launch.py",
-        "        found[key] = _compiled.put(key, (compiled, values[key]))\n",
-        "        _compiled.put(key, (compiled, values[key]))\n        found[key] = _compiled.get(key)\n",
+        "        found[key] = _compiled.put(key, (compiled, values))\n",
+        "        _compiled.put(key, (compiled, values))\n        found[key] = _compiled.get(key)\n",
         "tests/test_compile_together.py",
     ),
     Mutant(
-        "launch: an interrupt waits for kernels that nobody has begun to compile",
+        "launch: an interrupt waits for queued compilations",
         "kernels/compile_together.py",
         "cancel_futures=True",
         "cancel_futures=False",
@@ -483,7 +483,7 @@ MUTANTS = (
     Mutant(
         "doctor: processes that report steps are ended while they compile",
         "ringattn/doctor.py",
-        "                    end, said = min(time.monotonic() + silence, last), size\n",
+        "                    end, said = min(time.monotonic() + limit, deadline), size\n",
         "                    said = size\n",
         "tests/test_doctor.py -k report_steps",
     ),

@@ -46,14 +46,16 @@ def scaled(x_ptr, TIMES: gl.constexpr, WRONG: gl.constexpr):
 
 CPU = torch.device("cpu")
 INTERPRETED = launch.knobs.runtime.interpret
-compiles = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter replaces parts of Triton: in another process")
+compiles = pytest.mark.usefixtures("compiling")
 
 
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     """Compile for sm_90 into an empty folder, in several threads. Where Python cannot parse in several, it can while
-    nothing is collected.
+    nothing is collected. Triton's interpreter replaces parts of Triton: where it is on, another process runs the test.
     """
+    if INTERPRETED:
+        pytest.skip("Triton's interpreter is on")
     monkeypatch.setattr(launch.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(8))
     monkeypatch.setattr(module, "THREADS", 8)
@@ -74,7 +76,6 @@ def calls(*times: int, wrong: tuple[int, ...] = ()) -> list[Callable[[], Any]]:
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leave the filters of warnings as they were, though Triton's code generator changes them in every thread."""
     names: set[str] = set()
@@ -115,7 +116,6 @@ def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_callers_in_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real, compiled = scaled.compile, []
     begun = threading.Barrier(3, timeout=60)
@@ -136,7 +136,6 @@ def test_callers_in_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatc
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_inside_of_a_mode_in_which_triton_returns_before_it_has_compiled() -> None:
     """Also where the only thread of that mode is the one that compiles."""
 
@@ -149,7 +148,6 @@ def test_inside_of_a_mode_in_which_triton_returns_before_it_has_compiled() -> No
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """As while Python ends, and where the number of threads is limited."""
 
@@ -161,7 +159,6 @@ def test_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_an_interrupt_waits_only_for_what_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
     ran: list[int] = []
@@ -212,7 +209,6 @@ def launch_scaled(times: int, *others: int, wrong: bool = False, variant: bool =
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_a_launch_compiles_its_variants_at_the_same_time(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """And the first launch is of the kernel that was asked for, once."""
     asked: list[int] = []
@@ -228,7 +224,6 @@ def test_a_launch_compiles_its_variants_at_the_same_time(monkeypatch: pytest.Mon
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_a_kernel_that_is_no_longer_kept_is_launched(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     """As where another thread puts the same one, or thousands of others."""
     kept = SimpleNamespace(get=lambda key: None, put=lambda key, value: value)
@@ -239,7 +234,6 @@ def test_a_kernel_that_is_no_longer_kept_is_launched(monkeypatch: pytest.MonkeyP
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_a_kernel_that_does_not_compile_raises_its_error(launched: list[str]) -> None:
     for _ in range(2):
         with pytest.raises(CompilationError, match="is wrong"):
@@ -253,7 +247,6 @@ def test_a_kernel_that_does_not_compile_raises_its_error(launched: list[str]) ->
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     real = scaled.compile
     errors = [OSError("no space left on device")]
@@ -271,7 +264,6 @@ def test_a_compilation_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatc
 
 
 @compiles
-@pytest.mark.usefixtures("compiling")
 def test_a_hook_that_stops_compiling(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(launch.knobs.runtime, "jit_cache_hook", lambda **_: True)

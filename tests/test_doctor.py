@@ -90,7 +90,7 @@ def test_a_process_that_fails_is_reported_with_its_last_line(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("program", "whole", "text"),
+    ("program", "timeout", "text"),
     [
         ("for i in 1 2 3 4 5 6 7 8; do echo step $i; sleep 0.5; done", 600, None),
         ("echo step 1; sleep 4", 600, "rank 0 did not end in time, 2 s a step; its last line is step 1"),
@@ -100,15 +100,15 @@ def test_a_process_that_fails_is_reported_with_its_last_line(monkeypatch: pytest
     ids=["reports", "is silent", "never ends", "is wrong"],
 )  # fmt: skip
 def test_processes_may_take_long_while_they_report_steps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, whole: float, text: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, timeout: float, text: str | None
 ) -> None:
     """The first run compiles kernels in every step. A process that says nothing for as long is ended, and reported."""
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o700)
     monkeypatch.setattr(doctor.sys, "executable", str(path))
-    monkeypatch.setattr(doctor, "SILENCE", {"gloo": 2.0})
-    monkeypatch.setattr(doctor, "WHOLE", whole)
+    monkeypatch.setattr(doctor, "STEP_TIMEOUT", {"gloo": 2.0})
+    monkeypatch.setattr(doctor, "TIMEOUT", timeout)
     finding = doctor._exchanged("gloo")
     assert finding.verdict == ("ok" if text is None else "fail")
     if text is not None:

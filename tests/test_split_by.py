@@ -53,7 +53,7 @@ def test_a_window_without_the_layout_of_the_first_plan(wait: bool) -> None:
     assert "layout= the first one" in texts[0]
 
 
-def test_a_mask_without_it_in_rows_of_one_document() -> None:
+def test_rows_of_one_document_too() -> None:
     def job(rank: virtual.VirtualRank) -> None:
         first = ringattn.plan(N, rank, causal=True)
         attend(ringattn.plan(N, rank, causal=True, layout="balanced", **WINDOW), first)
