@@ -517,6 +517,27 @@ def test_layers_with_a_state_are_refused_by_name() -> None:
             ringattn.hf.check_model(model)
 
 
+def test_a_model_that_this_transformers_lacks_disables_its_own_entry_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.adapters.hf import older
+
+    models = transformers.models
+    monkeypatch.setitem(sys.modules, "transformers.models.gptj.modeling_gptj", None)  # cannot be imported
+    monkeypatch.delattr(models.falcon.modeling_falcon, "FalconAttention")
+    tables = (
+        models.falcon.modeling_falcon.FALCON_ATTENTION_CLASSES,
+        models.gpt_neo.modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES,
+    )
+    for table in tables:
+        monkeypatch.delitem(table, "ringattn")
+    older.register()
+    falcon = transformers.FalconConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    with pytest.raises(NotImplementedError, match=rf"transformers {transformers.__version__} has no FalconAttention"):
+        transformers.FalconForCausalLM._from_config(falcon, attn_implementation="ringattn")
+    assert tables[1]["ringattn"].__name__ == "RingGPTNeoSelfAttention"
+    monkeypatch.delattr(models.gpt_neo.modeling_gpt_neo, "GPT_NEO_ATTENTION_CLASSES")
+    older.register()  # neither tables nor modules: nothing to do
+
+
 def test_models_that_compute_attention_by_themselves_are_refused_by_name() -> None:
     t, sizes = transformers, dict(vocab_size=VOCABULARY)
     by_itself, late = "by itself, not through", "was made with another attention"
@@ -538,6 +559,8 @@ def test_models_that_compute_attention_by_themselves_are_refused_by_name() -> No
     ):
         with torch.device("meta"):
             model = t.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if model._supports_attention_backend:  # GPT-J and CodeGen since transformers 5.24
+            says = "has attn_implementation='eager'"
         with pytest.raises((NotImplementedError, ValueError), match=says):
             ringattn.hf.check_model(model)
 

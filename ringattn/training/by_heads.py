@@ -52,7 +52,9 @@ def by_heads(layer: nn.Module, groups: int) -> None:
     whole: Callable[..., Any] = kind.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if kwargs.get("past_key_values") is not None:  # it takes the keys of all heads at once
+        if any(
+            kwargs.get(name) is not None for name in ("cache", "past_key_values")
+        ):  # takes keys of all heads at once
             return whole(layer, hidden_states, *args, **kwargs)
 
         def group(index: int, x: Tensor) -> Tensor:

@@ -1,26 +1,30 @@
 """GPT-J, GPT-Neo and Falcon over ranks: models that choose the class of their attention from a table of their own.
 
 They look up ``config._attn_implementation`` there and do not know AttentionInterface. A line in the table gives them a
-subclass whose attention is ringattn's.
+subclass whose attention is ringattn's. A model that has lost its table uses AttentionInterface (GPT-J since
+transformers 5.24) and needs no line. Nothing is imported that a version of transformers may lack: such a model is
+refused by name when it is made, and the others work.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.models.falcon import modeling_falcon
-from transformers.models.gpt_neo import modeling_gpt_neo
-from transformers.models.gptj import modeling_gptj
 
 from .checks import NAME
 from .interface import attend
 
+_Mixin: Any = object  # for type checkers: the classes below get a base of transformers in register()
 
-class RingGPTJAttention(modeling_gptj.GPTJAttention):
+
+class _GPTJ(_Mixin):
     """GPT-J's attention over ranks."""
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
@@ -29,7 +33,7 @@ class RingGPTJAttention(modeling_gptj.GPTJAttention):
         return out.transpose(1, 2), None
 
 
-class RingGPTNeoAttention(modeling_gpt_neo.GPTNeoSelfAttention):
+class _GPTNeo(_Mixin):
     """GPT-Neo's attention over ranks: scores are not scaled, and its own windows restrict local layers."""
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
@@ -39,7 +43,7 @@ class RingGPTNeoAttention(modeling_gpt_neo.GPTNeoSelfAttention):
         return out.transpose(1, 2), None
 
 
-class RingFalconAttention(modeling_falcon.FalconAttention):
+class _Falcon(_Mixin):
     """Falcon's attention over ranks, in the place of the scaled_dot_product_attention that its forward calls."""
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
@@ -47,16 +51,14 @@ class RingFalconAttention(modeling_falcon.FalconAttention):
         self.config = copy.copy(config)
         self.config._attn_implementation = "sdpa"
 
-    def forward(  # type: ignore[override]
-        self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
-    ) -> Any:
+    def forward(self, hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any) -> Any:
         if alibi is not None:
             raise NotImplementedError(
                 "FalconAttention has alibi=True, and builds the biases of ALiBi from a mask of this rank's tokens; "
                 "load a model with rotary embeddings (alibi=False), or call ringattn.attention(..., alibi_slopes=)"
             )
         with _InPlaceOfTorch(self, attention_mask):
-            return super().forward(hidden_states, None, None, **kwargs)  # type: ignore[arg-type]
+            return super().forward(hidden_states, None, None, **kwargs)
 
 
 class _InPlaceOfTorch(TorchFunctionMode):
@@ -73,6 +75,37 @@ class _InPlaceOfTorch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-modeling_gptj.GPTJ_ATTENTION_CLASSES[NAME] = RingGPTJAttention
-modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES[NAME] = RingGPTNeoAttention
-modeling_falcon.FALCON_ATTENTION_CLASSES[NAME] = RingFalconAttention
+_MODELS = (  # module below transformers.models, its table, the class in the table, what replaces parts of it
+    ("gptj.modeling_gptj", "GPTJ_ATTENTION_CLASSES", "GPTJAttention", _GPTJ),
+    ("gpt_neo.modeling_gpt_neo", "GPT_NEO_ATTENTION_CLASSES", "GPTNeoSelfAttention", _GPTNeo),
+    ("falcon.modeling_falcon", "FALCON_ATTENTION_CLASSES", "FalconAttention", _Falcon),
+)
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """Return an entry for a table of which this transformers has no class ``name`` to derive from."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} has no {name}, which ringattn derives its own from; "
+            "install transformers 5.23, or load the model with another attn_implementation and use ringattn.wrap()"
+        )
+
+    return refuse
+
+
+def register() -> None:
+    """Put an attention of ringattn's into each table that this version of transformers has."""
+    for path, table_name, base_name, overrides in _MODELS:
+        try:
+            module = importlib.import_module(f"transformers.models.{path}")
+        except ImportError:
+            continue
+        table = getattr(module, table_name, None)
+        if table is not None:
+            base = getattr(module, base_name, None)
+            ours = base and type(f"Ring{base_name}", (overrides, base), {"__doc__": overrides.__doc__})
+            table[NAME] = ours or _refusing(base_name)
+
+
+register()

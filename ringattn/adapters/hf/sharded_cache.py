@@ -34,6 +34,7 @@ _CONTINUE = (
     "pass it the inputs of ringattn.hf.generation(), and a second call what the first one returned, or make another "
     "generation()"
 )
+_CACHE = getattr(transformers.generation.utils, "ALL_CACHE_NAMES", ["past_key_values"])[0]  # "cache" since 5.24
 _COMPARED = 4  # forwards whose tokens the ranks compare: sampling with different seeds shows in the first ones
 
 
@@ -106,6 +107,11 @@ class Generation(transformers.Cache):
     @property
     def batch_size(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Say of each layer whether it keeps a state; where all do, ``generate()`` passes the whole row again."""
+        return [False]
 
     @property
     def is_initialized(self) -> bool:
@@ -198,7 +204,7 @@ class Generation(transformers.Cache):
     def _find_layers(self, input_ids: Tensor) -> None:
         """Run the model on one token, and note the shapes of keys and values and the windows of its layers."""
         name = type(self.model).__name__
-        self.model.base_model(input_ids=input_ids[:1, -1:], past_key_values=self, use_cache=True)
+        self.model.base_model(input_ids=input_ids[:1, -1:], use_cache=True, **{_CACHE: self})
         layers = self._probed
         if not layers:
             raise RuntimeError(f"{name} has run without calling ringattn: its layers ignore attn_implementation")
@@ -225,16 +231,15 @@ class Generation(transformers.Cache):
         positions = self._plan(Kind(True)).positions.to(ids.device)
         try:
             self.model.base_model(
-                input_ids=ids[positions][None], position_ids=(positions + start)[None], past_key_values=self,
-                use_cache=True,
-            )  # fmt: skip
+                input_ids=ids[positions][None], position_ids=(positions + start)[None], use_cache=True, **{_CACHE: self}
+            )
         finally:
             self._plans = None
 
     def _compute_step(self, row: int, ids: Tensor, start: int) -> None:
         rows, self.rows = self.rows, [row]
         positions = torch.arange(start, start + len(ids), device=ids.device)
-        self.model.base_model(input_ids=ids[None], position_ids=positions[None], past_key_values=self, use_cache=True)
+        self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=True, **{_CACHE: self})
         self._end_step()
         self.rows = rows
 
@@ -255,7 +260,7 @@ class Generation(transformers.Cache):
             self._probed[layer] = _Layer(k.shape[2], k.shape[3], v.shape[3], v.dtype, kind)
             return q.new_zeros(*q.shape[:3], v.shape[3])
         if layer not in self._updated:
-            raise RuntimeError(f"layer {layer} attends without new keys; pass past_key_values and use_cache=True")
+            raise RuntimeError(f"layer {layer} attends without new keys; pass {_CACHE} and use_cache=True")
         if self._plans is not None:
             plan = self._plan(kind)
             out = attention(q, *self.kv.extend(plan, layer, k, v), plan, kernel=self.kernel, **score)
@@ -323,12 +328,12 @@ class Generation(transformers.Cache):
 
     def _refusal(self, kwargs: Mapping[str, Any]) -> Exception | None:
         """Return the error of a forward with another cache."""
-        other = kwargs.get("past_key_values")
+        other = kwargs.get("cache", kwargs.get("past_key_values"))
         if other is self:
             return None
         return ValueError(
-            f"past_key_values is {'None' if other is None else f'a {type(other).__name__}'}, but the prompt is in the "
-            "cache of ringattn.hf.generation(); pass model.generate(past_key_values=cache) what it yields, and leave "
+            f"{_CACHE} is {'None' if other is None else f'a {type(other).__name__}'}, but the prompt is in the "
+            f"cache of ringattn.hf.generation(); pass model.generate({_CACHE}=cache) what it yields, and leave "
             "use_cache on"
         )
 
