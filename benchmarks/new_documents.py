@@ -23,9 +23,9 @@ import torch
 
 import ringattn
 from benchmarks.documents import LENGTHS, bounds
+from ringattn import Plan
 from ringattn.dataflow import fetching, gathered
 from ringattn.kernels.hopper import forward_work, work
-from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
 
 CPU = torch.device("cpu")

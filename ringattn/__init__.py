@@ -12,12 +12,12 @@ from typing import Any as _Any
 
 from . import errors as errors
 from . import mask as mask
+from .factory import Plan as Plan
+from .factory import dataflows as dataflows
+from .factory import plan as plan
 from .functional import attention as attention
 from .partial import Partial as Partial
 from .partial import merge as merge
-from .plans import Plan as Plan
-from .request import dataflows as dataflows
-from .request import plan as plan
 
 if _TYPE_CHECKING:
     from . import batch as batch

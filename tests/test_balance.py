@@ -16,6 +16,7 @@ from torch import Tensor
 import ringattn
 from benchmarks.balance import document_mask, line, loads, main, plan_milliseconds
 from benchmarks.documents import LENGTHS, bounds
+from ringattn import Plan
 from ringattn import mask as masks
 from ringattn.layouts import needs, redivision
 from ringattn.layouts import shards as layout
@@ -23,7 +24,6 @@ from ringattn.layouts.documents import TILE, Documents
 from ringattn.layouts.loads import Loads
 from ringattn.mask import Mask
 from ringattn.masks.pairs import Work
-from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
 
 

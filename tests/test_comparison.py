@@ -14,8 +14,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 import ringattn
-from ringattn import virtual
-from ringattn.plans import Plan
+from ringattn import Plan, virtual
 
 VOCABULARY, WIDTH, SEQ = 31, 16, 53
 

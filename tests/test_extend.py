@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import reference, virtual
+from ringattn import Plan, reference, virtual
 from ringattn.dataflow import DATAFLOWS, fetching
 from ringattn.dataflow.base import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.circulation import Tensors
@@ -33,7 +33,6 @@ from ringattn.kernels.paged.contract import Pool, Tables
 from ringattn.layouts import shards as layout
 from ringattn.mask import Mask, causal, full, pieces, window
 from ringattn.partial import Partial
-from ringattn.plans import Plan
 from ringattn.shape import Shape
 
 # ---------------------------------------------------------------- the extensions

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import reference, virtual
+from ringattn import Plan, reference, virtual
 from ringattn.dataflow import fetching
-from ringattn.plans import Plan
 
 SEQ, Q_HEADS, KV_HEADS = 61, 6, 3
 

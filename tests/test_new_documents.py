@@ -133,7 +133,7 @@ def test_an_agreement_is_not_waited_for_before_the_first_use() -> None:
 
 
 def test_a_plan_that_was_made_ahead_has_its_blocks() -> None:
-    for dataflow in ringattn.request.dataflows():
+    for dataflow in ringattn.dataflows():
         plan = ringattn.plan(64, VirtualRank(1, 4), causal=True, dataflow=dataflow, wait=False)
         size = len(plan.memo)
         plan.flow.prepare(plan)

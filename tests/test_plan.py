@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from pool import Pool, on_ranks
 
 import ringattn
+from ringattn import factory, plans
 from ringattn import plan as plan_function
-from ringattn import plans
-from ringattn import request as planning
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import long_sums
 from ringattn.kernels.contract import Block
@@ -420,7 +419,7 @@ def test_handles_stand_for_living_plans() -> None:
     plan = plan_function(16, VirtualRank(1, 2))
     assert plans.by_handle(plan.handle) is plan
     handle = plan.handle
-    planning._plans.clear()
+    factory._plans.clear()
     del plan
     gc.collect()
     with pytest.raises(RuntimeError, match=f"plan {handle} is gone: keep a reference"):

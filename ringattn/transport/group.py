@@ -31,6 +31,7 @@ from torch import Tensor
 
 from .. import agreement
 from ..errors import GroupBroken, Place
+from ..memo import Memo
 from ..peer.connect import Ranks, by_host, connect, host
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
@@ -65,6 +66,7 @@ class Transport:
         call, dataflow, step: where this rank is, see :class:`ringattn.errors.Place`.
         calls: that this rank has begun.
         checks: whether ranks compare every call.
+        splits: the latest splits of rows, see :meth:`ringattn.plans.Plan.note_split`.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class Transport:
     step: int = -1
     calls: Calls = field(default_factory=Calls)
     checks: bool = field(default_factory=lockstep.every_call)
+    splits: Memo[tuple[Any, ...]] = field(default_factory=lambda: Memo(64))
 
     def begin(
         self, call: str, dataflow: str = "", timeout: float | None = None, details: str = "", compares: bool = False

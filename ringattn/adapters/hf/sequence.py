@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import mask as masks
-from ...plans import Plan
-from ...request import plan as make_plan
+from ...factory import Plan
+from ...factory import plan as make_plan
 from ...training import batch as batches
 from ...transport import group as transports
 from . import checks, images, spans

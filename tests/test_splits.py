@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import ringattn
-from ringattn import split_by, virtual
+from ringattn import virtual
 
 CU = [0, 700, 2300, 3000, 4096]
 N = CU[-1]
@@ -104,18 +103,3 @@ def test_random_shards_do_not_warn() -> None:
             ringattn.attention(*(torch.randn(1, n, 1, 4) for _ in range(3)), plan)
 
     assert warned(job) == []
-
-
-def test_nothing_is_kept_of_a_group_that_is_gone() -> None:
-    def job(rank: virtual.VirtualRank) -> int:
-        plan = make(rank)
-        assert not plan.is_split
-        plan.shard(torch.zeros(1, N))
-        assert plan.is_split
-        assert rank.serial in split_by._latest
-        return rank.serial
-
-    serials = virtual.run(2, job)
-    ringattn.request._plans.clear()
-    gc.collect()
-    assert not set(serials) & set(split_by._latest)
