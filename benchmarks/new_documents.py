@@ -23,6 +23,7 @@ import torch
 
 import ringattn
 from benchmarks.documents import LENGTHS, bounds
+from ringattn import Plan
 from ringattn.dataflow import gather, gathered
 from ringattn.kernels.hopper import forward_work, work
 from ringattn.virtual import VirtualRank

@@ -6,11 +6,12 @@ runs them and predicts what they cost, :mod:`.verify` proves them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -392,6 +393,19 @@ class Plan:
 
 
 # What is derived from a plan once
+
+
+P = ParamSpec("P")
+
+
+def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
+    """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
+
+    @functools.wraps(function)
+    def kept(plan: Plan, *arguments: P.args, **_: P.kwargs) -> T:
+        return plan.once(function, *arguments)
+
+    return kept
 
 
 def _positions(plan: Plan) -> Tensor:

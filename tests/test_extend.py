@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import reference, virtual
+from ringattn import Plan, reference, virtual
 from ringattn.dataflow import DATAFLOWS, messages
 from ringattn.dataflow.base import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.circulation import Tensors

@@ -247,7 +247,7 @@ def test_verify(layout: str, mask: str) -> None:
             "rows of another run": [run, run],
             "does not arrive": [],
         }
-        key = {tiles.of_keys: "tiles of keys", tiles.of_queries: "tiles of queries"}[side]
+        key = (side.__wrapped__,)  # type: ignore[attr-defined]
         for message, runs in wrong.items():
             changed = right[1]._replace(runs=(*others, *runs))
             plan.memo.put(key, (right[0], changed, right[2]))

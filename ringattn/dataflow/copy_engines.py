@@ -34,12 +34,12 @@ class CopyEngines(Transfer):
     @property
     def messages(self) -> Messages:
         """What moves tensors that have no link."""
-        return Messages(self.plan)
+        return self.tables.once("messages", lambda: Messages(self.plan))
 
     @property
     def pattern(self) -> Pattern:
         """What the ranks of a link fetch from each other."""
-        return self.plan.once("pattern", lambda: Pattern.flat(self.plan.fetches, self.plan.local_lengths_k))
+        return self.tables.once("pattern", lambda: Pattern.flat(self.plan.fetches, self.plan.local_lengths_k))
 
     def waves(self, shape: Shape, backward: bool) -> list[slice]:
         """Return the key heads that one kernel attends to, wave by wave; two of them are in memory together."""

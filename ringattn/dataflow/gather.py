@@ -18,7 +18,7 @@ Heads are independent, so the work is cut by heads:
   hides its fetch;
 * elsewhere messages fetch, and every group of heads is a wave of its own;
 * on several hosts a key comes to each of them once, by a message, to one of its ranks, and the others take it from
-  there (:mod:`ringattn.layouts.relay`), by messages (:mod:`.hierarchical`) or copy engines (:mod:`.hierarchical_engines`).
+  there (:mod:`..layouts.relay`), by messages (:mod:`.hierarchical`) or copy engines (:mod:`.hierarchical_engines`).
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
@@ -35,7 +35,7 @@ from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
 from ..layouts.relay import relay_between
 from ..layouts.schedule import Fetch
-from ..plans import Plan
+from ..plans import Plan, once
 from ..shape import Shape
 from ..trace import named
 from .base import Call, Dataflow, Gradients, Traffic
@@ -130,7 +130,7 @@ class Gather(Dataflow):
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
         """Return the keys that a rank sends to those that fetch them, and its contributions to those of others."""
-        sent = plan.once("traffic", lambda: tokens_sent(transfer_of(plan).stages, plan.world_size))
+        sent = _traffic(plan)
         return Traffic(sent[rank], [others[rank] for others in sent])
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
@@ -174,13 +174,19 @@ class Gather(Dataflow):
         return transfer_of(plan).memory_bytes(shape, backward)
 
 
+@once
+def _traffic(plan: Plan) -> list[list[int]]:
+    return tokens_sent(transfer_of(plan).stages, plan.world_size)
+
+
+@once
 def transfer_of(plan: Plan) -> Transfer:
     """Return how keys of a plan come, and how gradients return: the only place that chooses. Copy engines move
     neighbouring tokens between the ranks that a link has; no relay is needed where they connect all ranks."""
     engines = not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
     if engines and plan.transport.pulls:
         return CopyEngines(plan)
-    relay = plan.once("relay", lambda: relay_between(plan.fetches, plan.local_lengths_k, plan.nodes))
+    relay = relay_between(plan.fetches, plan.local_lengths_k, plan.nodes)
     if relay is None:
         return CopyEngines(plan) if engines else Messages(plan)
     return HierarchicalEngines(plan, relay) if engines else HierarchicalMessages(plan, relay)

@@ -1,8 +1,8 @@
 """Hierarchical gather by messages: keys cross the network once for each node, and gradients are summed before they do.
 
-Two exchanges in a row take a group of heads to its kernel (:mod:`ringattn.layouts.relay`): one between nodes, into the extended
-shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of messages, so
-that the network and the links of a node move at the same time:
+Two exchanges in a row take a group of heads to its kernel (:mod:`..layouts.relay`): one between nodes, into the
+extended shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of
+messages, so that the network and the links of a node move at the same time:
 
     turn      0       1       2       3       4
     network   g0      g1      g2      g3

@@ -29,13 +29,13 @@ class HierarchicalEngines(CopyEngines):
 
     @property
     def messages(self) -> HierarchicalMessages:
-        return HierarchicalMessages(self.plan, self.relay)
+        return self.tables.once("messages", lambda: HierarchicalMessages(self.plan, self.relay))
 
     @property
     def pattern(self) -> Pattern:
         assert self.relay is not None
         relay = self.relay
-        return self.plan.once("pattern", lambda: pattern(self.plan.rank, relay))
+        return self.tables.once("pattern", lambda: pattern(self.plan.rank, relay))
 
     def waves(self, shape: Shape, backward: bool) -> list[slice]:
         device = self.plan.transport.device.type

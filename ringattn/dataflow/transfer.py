@@ -7,21 +7,22 @@ their gradients return. :func:`.gather.transfer_of` chooses one of four:
     others, and layouts in    Messages                           HierarchicalMessages: messages to one rank of a host,
     which runs interleave                                        and from there to the others
 
-A rank's buffer is a list of :class:`~ringattn.layouts.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
+A rank's buffer is a list of :class:`~..layouts.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
 position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..layouts.relay import Relay
 from ..layouts.schedule import Fetch
+from ..memo import Memo
 from ..plans import Plan
 from ..shape import Shape
 from .base import Call
@@ -77,14 +78,16 @@ class GradientReturn(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A plan's transfer. Its tables are kept by the plan.
+    """A plan's transfer, and its tables.
 
     Args:
         relay: how keys cross the network once for each node; None where nodes do not matter.
+        tables: that are made once, by what they are and the stage or device.
     """
 
     plan: Plan
     relay: Relay | None = None
+    tables: Memo[Any] = field(default_factory=lambda: Memo(64), compare=False)
     inside: ClassVar[str] = "messages"  # what moves keys inside of a node
 
     @property
