@@ -96,7 +96,7 @@ def lowest(package: str) -> str:
 
 
 def test_the_lowest_versions_are_the_same_everywhere() -> None:
-    for path in ("README.md", "docs/operations.md"):
+    for path in ("README.md", "docs/reference/operations.md"):
         text = (ROOT / path).read_text()
         assert re.search(rf"torch {re.escape(lowest('torch'))}\b", text), path
         assert re.search(rf"Triton {re.escape(lowest('triton'))}\b", text), path

@@ -1,7 +1,7 @@
 """Draws the pictures of idea.md.
 
-    python -m docs.idea.figures                  into docs/idea
-    python -m docs.idea.figures --folder DIR
+    python -m docs.start.idea.figures                  into docs/start/idea
+    python -m docs.start.idea.figures --folder DIR
 
 One picture measures the memory of dense attention up to 16k tokens, which takes 3.2 GB and a minute; --longest N
 stops earlier.

@@ -1,6 +1,6 @@
 """Ring attention on processes, by hand and with ringattn, against dense attention in one process.
 
-    torchrun --standalone --nproc-per-node 4 -m docs.idea.four_ranks
+    torchrun --standalone --nproc-per-node 4 -m docs.start.idea.four_ranks
 
 Each of P ranks holds 1/P of the sequence and computes, on the CPU in float64:
 

@@ -1,6 +1,6 @@
 """Writes idea.ipynb, which is idea.md with its examples as cells that can be run.
 
-    python -m docs.idea.notebook
+    python -m docs.start.idea.notebook
 
 Never edit the notebook: tests/test_idea.py compares it with this script's result.
 """
