@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: code runs, links lead somewhere, commands exist, and the map has every file."""
+"""README.md and docs/*.md: code runs, links lead somewhere, commands exist, and the map has every folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scripts.ten_lines import HEAD_DIM, HEADS, SEQ, Layer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "kernels" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 VOCABULARY = 31
 
 
@@ -125,12 +125,17 @@ def test_commands_are_found() -> None:
     assert {"scripts.show", "benchmarks.bench_scaling", "scripts/demo", "scripts/test"} <= commands(README)
 
 
-# --- The map of the files ------------------------------------------------------------------------------
+# --- The map of the folders ----------------------------------------------------------------------------
 
 
-def test_every_file_of_the_library_is_on_the_map() -> None:
+def test_the_map_has_every_folder_of_the_library_and_no_other() -> None:
     page = ROOT / "docs" / "map.md"
-    links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", page.read_text())}
-    files = [p for folder in ("ringattn", "kernels") for p in (ROOT / folder).rglob("*.py") if p.name != "__init__.py"]
-    assert len(files) > 40
-    assert sorted(str(p.relative_to(ROOT)) for p in files if p.resolve() not in links) == []
+    rows = re.findall(r"^\| \[([\w./-]+)\]\(([^)]+)\) \|", page.read_text(), re.M)
+    assert [name for name, link in rows if (page.parent / link).resolve() != ROOT / name] == []
+    named = [name for name, _ in rows]
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+    files = [path for folder in ("ringattn", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    folders = {str(path.parent.relative_to(ROOT)) for path in files if "kernels" not in path.relative_to(ROOT).parts[1:2]}
+    assert len(folders) > 10
+    assert sorted(folders - {*named}) == []
+    assert len(named) == len({*named})
