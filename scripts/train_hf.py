@@ -14,8 +14,8 @@ parameters FLOP per token, and 12 * layers * heads * head_dim per pair of tokens
 other, in rank 0's row and as if there were no windows. It is relative to --peak-tflops per rank, without which it is
 omitted. A checkpoint is written to --out (out/train_hf); --resume continues from it on any number of ranks.
 
-The first lines say what fills the memory of a GPU, by name, and the longest row that fits (docs/how-to/longest.md has the
-switches). --model-shape is a model of ringattn.planner with random weights; --rope-scaling are the rope_parameters of
+The first lines say what fills the memory of a GPU, by name, and the longest row that fits (switches:
+docs/how-to/longest.md). --model-shape is a model of ringattn.planner with random weights; --rope-scaling are the rope_parameters of
 transformers as JSON: {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 131072}.
 
 There is one every --save-every steps, at the end and at SIGTERM, whole or absent (scripts/checkpoint.py), and --resume

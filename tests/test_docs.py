@@ -68,7 +68,7 @@ def test_every_block_of_a_page_has_a_test_and_at_most_fifteen_lines(page: str) -
     blocks, tests = blocks_of(page), TESTS.get(page, [])
     text = PAGES[page].read_text()
     commands = len(re.findall(r"^```bash$", text, re.M))
-    assert len(re.findall(r"^\s*(```|~~~)", text, re.M)) == 2 * (len(blocks) + commands), "Python, which is run, or commands"
+    assert len(re.findall(r"^\s*(```|~~~)", text, re.M)) == 2 * (len(blocks) + commands), "Python or commands"
     assert len(tests) == len(blocks)
     assert all(callable(globals()[name]) for name in tests)
     for code in blocks:
@@ -164,7 +164,7 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_planner_page() -> None:
     names = run("planner")
-    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # as measured: docs/reference/planner.md
+    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # measured: docs/reference/planner.md
     assert 131072 < names["tokens"] < 2 * 131072
 
 

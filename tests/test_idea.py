@@ -1,4 +1,4 @@
-"""docs/start/idea: every number in idea.md is what the code gives, the notebook is the page, and four ranks equal one."""
+"""docs/start/idea: numbers in idea.md are what the code gives, the notebook is the page, four ranks equal one."""
 
 import doctest
 import re

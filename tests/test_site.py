@@ -80,7 +80,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
 
 def test_the_version_is_in_one_place_and_repeated_rightly() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["dynamic"] == ["version"]
+    assert project["project"]["dynamic"] == ["version", "readme"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ringattn.__version__"}
     (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert cited == ringattn.__version__

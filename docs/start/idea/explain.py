@@ -2,7 +2,7 @@
 
     python -m docs.start.idea.explain                all four examples
     python -m docs.start.idea.explain --example 2    one of them
-    python -m docs.start.idea.explain --memory       memory of dense and of streaming attention, measured, 256 to 16k tokens
+    python -m docs.start.idea.explain --memory       measures dense and streaming attention, 256 to 16k tokens
 
 How to read an example: m is the largest score so far, "correction" is exp(m_old - m), "terms" are
 exp(s - m) for the scores of the chunk; l and o are running sums, the old value times the correction plus the
