@@ -89,8 +89,8 @@ def plan(
             faster; or another plan for these lengths, to hold the same tokens: layers with different masks need that.
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
             needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
-            of one layer's forward and backward (:mod:`.cost`), for 32/8 heads of 128 in 2 bytes and one row, with the
-            costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones. ``describe()`` says why.
+            of one layer's forward and backward (:mod:`.cost`; assumes 32 query heads, 8 key heads, head dim 128, bf16,
+            batch 1), with costs measured by ``benchmarks/calibrate.py`` or defaults. ``describe()`` says why.
         deterministic: the same bits of every result on every run, for any number of ranks, any layout and dataflow, by
             a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
         local_size: ranks per node, which divides the group's size, or one number for each node; None: ranks of a host
@@ -454,7 +454,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     needs = placed.needs
     if dataflow != "auto" or costs is None or request.deterministic:
         choice = None
-        if dataflow == "auto":  # of one rank nothing moves, and a deterministic plan has a dataflow of its own
+        if dataflow == "auto":  # one rank exchanges nothing; deterministic plans ignore the name
             dataflow = "ring"
     else:
         choice = choice or setting.choose(placed)

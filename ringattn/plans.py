@@ -209,7 +209,7 @@ class Plan:
                 seq_len, heads, ...). Returns tensors of that kind. It must treat heads independently; documents and
                 padding are its own to separate.
             tensors: this rank's shards, (batch, local tokens, ...), heads in ``heads_dim``. Their numbers may differ
-                (GQA): heads are divided in groups that belong together, of which each rank needs one.
+                (GQA): groups of query heads stay with their key head, and each rank needs at least one group.
 
         Raises:
             ValueError: shapes that do not fit, or fewer groups of heads than ranks.
@@ -289,7 +289,7 @@ class Plan:
 
     def result_of(self, function: Callable[[Plan], T]) -> T:
         """Return ``function(plan)``. torch.compile can take the result of this method as a constant, by
-        ``torch.compiler.assume_constant_result``. That of a function of a plan it cannot before torch 2.12."""
+        ``torch.compiler.assume_constant_result``. Before torch 2.12 it cannot do so for a plain function."""
         return function(self)
 
     def begin(
