@@ -1,4 +1,4 @@
-"""Chooses layout and dataflow where they are "auto": those for which the model of :mod:`.cost` predicts the least time.
+"""Choose layout and dataflow where they are "auto": those of the least predicted time (:mod:`.predict.cost`).
 
 A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and
 must hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted
@@ -11,16 +11,16 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import needs as needs_of_ranks
-from .intervals import Mask
-from .layout import LAYOUTS, Shard, append, length
-from .mask import full
-from .relay import Nodes, relays
-from .schedule import Fetch, Schedule
-from .work import Work
+from .layouts import needs as needs_of_ranks
+from .layouts.relay import Nodes, relays
+from .layouts.schedule import Fetch, Schedule
+from .layouts.shards import LAYOUTS, Shard, append, length
+from .masks.common import full
+from .masks.intervals import Mask
+from .masks.pairs import Work
 
 if TYPE_CHECKING:
-    from .cost import Choice, Costs, Problem
+    from .predict.cost import Choice, Costs, Problem
 
 WORTH = 0.03  # of the time that is predicted for zigzag
 
@@ -120,14 +120,14 @@ class Setting(NamedTuple):
 
     def choose(self, placement: Placement) -> Choice:
         """Return the dataflows for a placement, the fastest first."""
-        from .cost import choose  # only here and below: it imports what most programs do not need
+        from .predict.cost import choose
 
         assert self.costs is not None
         return choose(self._problem(placement), *self.costs)
 
     def _problem(self, placement: Placement) -> Problem:
         """Return what the cost model needs to know."""
-        from .cost import Problem
+        from .predict.cost import Problem
 
         queries, keys, needs, n = placement.shards, placement.shards_k, placement.needs, self.world_size
         tokens, runs = ([[0] * n for _ in range(n)] for _ in range(2))

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from . import plans
 from .dataflow import choose as choose_dataflow
-from .dataflow.contract import Call
+from .dataflow.base import Call
 from .kernels.backends import choose
 from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
-from .layout import length, put, take
+from .layouts.shards import length, put, take
 from .plans import Plan
-from .transport import Message
+from .transport.group import Message
 
 # The first call allocates persistent tables, counters and buffers, which must not come from the memory pool of a CUDA
 # graph that inductor records (mode="reduce-overhead").

@@ -21,10 +21,11 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import cost, json_file, virtual
+from ringattn import json_file, virtual
 from ringattn import plan as plan_function
+from ringattn.masks.pairs import estimate_pairs
+from ringattn.predict import cost
 from ringattn.virtual import VirtualRank
-from ringattn.work import estimate_pairs
 
 
 class Pulling(VirtualRank):

@@ -1,0 +1,1 @@
+"""Predictions of the time and the memory of a step."""
