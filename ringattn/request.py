@@ -454,7 +454,7 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     needs = placed.needs
     if dataflow != "auto" or costs is None or request.deterministic:
         choice = None
-        if dataflow == "auto":  # of one rank nothing moves, and a deterministic plan has a dataflow of its own
+        if dataflow == "auto":  # one rank exchanges nothing; deterministic plans ignore the name
             dataflow = "ring"
     else:
         choice = choice or setting.choose(placed)
