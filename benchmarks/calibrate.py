@@ -99,8 +99,8 @@ class Machine:
         return statistics.median(self.segment(body, count) for _ in range(3))
 
     def times(self, bodies: Sequence[Callable[[], object]]) -> list[float]:
-        """Return what :meth:`time` returns of several bodies, measured in turns: in :data:`ROUNDS` rounds, of which
-        each begins with another one, so that all of them meet the same disturbances. Returns the medians."""
+        """Return what :meth:`time` returns of several bodies, measured in turns: in :data:`ROUNDS` rounds that
+        each begin with another one, so that all of them meet the same disturbances. Returns the medians."""
         counts = []
         for body in bodies:
             body()

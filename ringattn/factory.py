@@ -60,7 +60,7 @@ class Plan(plans.Plan):
                 seq_len, heads, ...). Returns tensors of that kind. It must treat heads independently; documents and
                 padding are its own to separate.
             tensors: this rank's shards, (batch, local tokens, ...), heads in ``heads_dim``. Their numbers may differ
-                (GQA): heads are divided in groups that belong together, of which each rank needs one.
+                (GQA): groups of query heads stay with their key head, and each rank needs at least one group.
 
         Raises:
             ValueError: shapes that do not fit, or fewer groups of heads than ranks.

@@ -241,7 +241,7 @@ class Plan:
 
     def result_of(self, function: Callable[[Plan], T]) -> T:
         """Return ``function(plan)``. torch.compile can take the result of this method as a constant, by
-        ``torch.compiler.assume_constant_result``. That of a function of a plan it cannot before torch 2.12."""
+        ``torch.compiler.assume_constant_result``. Before torch 2.12 it cannot do so for a plain function."""
         return function(self)
 
     def begin(

@@ -20,7 +20,7 @@ from .transport import group as transports
 
 VERSION = 7  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
-_SAME_ROWS = "The ranks of the group share each row, so they must read the same rows: see docs/use/ranks.md"
+_SAME_ROWS = "The ranks of the group share each row, so they must read the same rows: see docs/why/ranks.md"
 ADVICE = {
     "seq_len": _SAME_ROWS,
     "cu_seqlens": _SAME_ROWS,

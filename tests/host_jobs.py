@@ -119,7 +119,7 @@ def attended(case: Case, plan: ringattn.Plan, dense: cases.Results, predicted: i
 
 
 def mesh(folder: Path) -> dict[str, Any]:
-    """As many sequences as hosts, over the mesh of docs/use/clusters.md, and with its two axes in the other order."""
+    """As many sequences as hosts, over the mesh of docs/how-to/clusters.md, and with its axes in the other order."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     sizes = (1, dist.get_world_size() // local, local, 1)
     page = (ROOT / "docs" / "use" / "clusters.md").read_text()

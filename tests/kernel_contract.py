@@ -332,7 +332,7 @@ def cut_off(x: Problem, lse: Tensor) -> float:
     They add 16 products at a time, and lose half a unit in the last place of the sum on average: 2^-24 for numbers of
     one size, of which the average over all mantissas is 2^-24 / (2 ln 2). Where products have one sign, so has every
     loss, and lse moves by that of the average key. (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA
-    tensor cores"; NOTES.md has what was measured.) Rounding, as in the eager backend, moves it by less.
+    tensor cores"; docs/lab has what was measured.) Rounding, as in the eager backend, moves it by less.
     """
     q, k = x.q.double().transpose(1, 2), x.k.double().transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)

@@ -1,4 +1,4 @@
-"""The books of a paged cache against lists of tokens, and the cache on virtual ranks against whole tensors."""
+"""The allocator of a paged cache against lists of tokens, and the cache on virtual ranks against whole tensors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ringattn.layouts import shards as layout
 from ringattn.mask import causal
 from ringattn.transport import group as transport
 
-# --- The books -----------------------------------------------------------------------------------------
+# --- The allocator -------------------------------------------------------------------------------------
 
 
 class Model:
-    """The books, pages that hold numbers of tokens, and for each sequence the list of its tokens."""
+    """The allocator, pages that hold numbers of tokens, and for each sequence the list of its tokens."""
 
     def __init__(self, world_size: int, page_size: int, kinds: list[Kind]) -> None:
         self.slots = Slots(world_size, page_size, kinds)
@@ -111,7 +111,7 @@ class Model:
             self.cut.add(number)
 
     def snapshot(self) -> Any:
-        """Return the books and all references."""
+        """Return the allocator and all references."""
         return self.slots.state(), [[pool.references.tolist() for pool in pools] for pools in self.slots.pools]
 
     def check(self) -> None:
@@ -172,7 +172,7 @@ def apply(model: Model, operation: tuple[Any, ...]) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(1, 5), st.sampled_from([4, 16]), st.integers(3, 60), st.lists(operations(), max_size=25))
-def test_the_books_agree_with_lists_of_tokens(world_size: int, page: int, pages: int, program: list[Any]) -> None:
+def test_the_allocator_agrees_with_lists_of_tokens(world_size: int, page: int, pages: int, program: list[Any]) -> None:
     model = Model(world_size, page, [Kind(-1, pages), Kind(7, pages)])
     for operation in program:
         before = model.snapshot()

@@ -128,7 +128,7 @@ def test_a_gather_by_node_sends_a_key_once_to_each_host(job: Job) -> None:
 
 @of_each_size
 def test_the_mesh_of_the_page_keeps_context_parallelism_inside_of_hosts(job: Job) -> None:
-    """docs/use/clusters.md: no key crosses the network; in the other order almost all do."""
+    """docs/how-to/clusters.md: no key crosses the network; in the other order almost all do."""
     for report in job.reports["mesh"].values():
         assert report["error"] < 1e-13
         if job.local > 1:

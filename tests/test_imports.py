@@ -129,7 +129,7 @@ def test_no_arrow_points_up() -> None:
     }  # fmt: skip
 
 
-def test_the_books_of_a_cache_know_no_device() -> None:
+def test_the_allocator_of_a_cache_knows_no_device() -> None:
     for name in ("generation.slots", "generation.tokens", "generation.pages"):
         assert GRAPH[name] <= GENERATION, name
         assert "torch" not in outside(MODULES[name], name), name

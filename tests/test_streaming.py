@@ -1,4 +1,4 @@
-"""The claims of docs/idea/streaming.py, as properties.
+"""The claims of docs/start/idea/streaming.py, as properties.
 
 Tolerances are the rounding bound of the module docstring, in `sum_bound`; a test that asks for more (bitwise
 equality, a fixed 1e-14) gives the reason.
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from docs.idea import streaming as S
+from docs.start.idea import streaming as S
 
 FLOATS = [np.float16, np.float32, np.float64]
 

@@ -23,7 +23,7 @@ part of the group. dk and dv stay in registers and are stored once::
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
 Method: Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
-What was tried: NOTES.md.
+What was tried: docs/lab.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Launched by backward.py, with the same tables of 128 keys, order of the tiles an
 
 dk and dv of 64 keys need 256 registers per thread, more than there are. So a CTA owns 64 keys, and its two consumers
 divide the work by gradient, not by keys. With 64 keys a CTA would send 64 KiB of float32 dQ per step, which is what
-limits it (NOTES.md). So two CTAs with 128 neighbouring keys walk the same query tiles, in a cluster (clusters.py): each
+limits it (docs/lab). So two CTAs with 128 neighbouring keys walk the same query tiles, in a cluster (clusters.py): each
 sends its dS to the other one and computes half of the columns of dQ, over all 128 keys. One query tile per step::
 
     consumer 0      P = exp2(S^T c - lse), 16 bit, to shared memory ; dV += P dO ; S^T of the step after

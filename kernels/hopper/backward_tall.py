@@ -17,7 +17,7 @@ product, which limit the speed at a head dim of 64. One query tile a step::
 * A cut tile is hidden by key: intervals do not decrease, so that a key is seen by an interval of queries, too. Keys are
   the rows of S^T, and ``primitives.hide_columns`` hides the columns of a row by two numbers, as in the forward; by
   queries each element would be compared with two. The two numbers of each key come with K, and the first query of a
-  cut step is stored by the producer. At other head dims, where masks are by query, nothing is faster by key (NOTES.md).
+  cut step is stored by the producer. At other head dims, where masks are by query, nothing is faster by key (docs/lab).
 * There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
   step before, which the other one overwrites next.
 
@@ -32,7 +32,7 @@ program after the other (backward_programs.py), and its steps are counted throug
 
 A consumer signals its dS once more between two programs, as if there were a step: else it might arrive at a barrier
 twice. Where dQ is added in order, a CTA has one program: key tiles take turns in the order in which programs start, and
-the next one would wait with all its queries loaded (NOTES.md).
+the next one would wait with all its queries loaded (docs/lab).
 
 Named barriers: 4 to 7 half of dS written and the dS before read (two per consumer, even and odd steps), 8, 9 Q read,
 10, 11 dO read, 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -131,7 +131,7 @@ def _walk(
         dk = pieces.accumulate(ds16, tiles.q, stage, dk)
         following = gl.minimum(i + 1, last)
         mbarrier.wait(tiles.q_full.index(following & 1), (following >> 1) & 1)
-        # Not tile_at(): with the address computed in each step full masks are up to 1 % slower (NOTES.md).
+        # Not tile_at(): with the address computed in each step full masks are up to 1 % slower (docs/lab).
         s = _scores(following, (tiles.k[0].index(_keys_at(C, n)),), tiles, S_L)
         dq = warpgroup_mma_wait(2, deps=[dq])
         barrier_arrive(DS_READY + 2 * C + ((i + n) & 1), PAIR)

@@ -43,7 +43,7 @@ warpgroups, each with 64 query rows. The consumers of a CTA share the key and va
   m is in that unit here; the state in memory is in natural logarithms, see
   ``forward_state.store``.
 
-Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: NOTES.md.
+Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: docs/lab.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launch parameters of the Triton kernels, one table for each family of GPUs.
 
-Those of Hopper are measured (NOTES.md). The others are made to fit: tests/test_triton_targets.py compiles the kernels
+Those of Hopper are measured (docs/lab). The others are made to fit: tests/test_triton_targets.py compiles the kernels
 for GPUs of every family and compares shared memory with what they have.
 """
 

@@ -406,7 +406,7 @@ class KVCache:
         return numbers
 
     def _ready(self, numbers: Iterable[int]) -> None:
-        """Raise unless the books of these sequences are right and all of their layers have the same tokens."""
+        """Raise unless the tables of these sequences are right and all of their layers have the same tokens."""
         for number in numbers:
             self._slots[number]
             if (step := self._steps.get(number)) is not None and step.is_ahead:

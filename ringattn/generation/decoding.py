@@ -109,7 +109,7 @@ def decode(
         pool, tables, window = step.layer(layer)
     except (ValueError, TypeError) as error:
         transport.refuse("decode()", error)
-        raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
+        raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same tables
     try:
         tensors = dict(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
         of_score = dict(softmax_scale=softmax_scale, softcap=softcap)

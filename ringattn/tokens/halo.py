@@ -1,4 +1,4 @@
-"""Values of neighbouring tokens, across shards: what shifts and short convolutions along the sequence need.
+"""Halo exchange along the sequence, for shifts and short convolutions.
 
     plan.shift(x, 1)                    # the value of the token before; zero at the first token of each document
     causal_convolution(plan, x, weight) # a sum over the last tokens with a weight per channel, from such shifts

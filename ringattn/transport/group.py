@@ -113,8 +113,8 @@ class Transport:
         self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
 
     def refuse(self, call: str, error: Exception) -> None:
-        """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at
-        their messages, or that is not known, the group is not used again."""
+        """Report invalid arguments in a call that is not compared. Other ranks may already be communicating, so the
+        group is marked unusable."""
         self.note_failure(error)
 
     def check_usable(self) -> None:

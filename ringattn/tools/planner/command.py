@@ -11,7 +11,7 @@ half of its heads. The best way is printed with its time and memory by name, the
 prints the same as one object.
 
 ``--slow rank:factor`` and ``--slow-link rank:factor`` say that kernels or the network card of a rank take ``factor``
-times as long. How it is computed and how accurate it is: docs/use/planner.md.
+times as long. How it is computed and how accurate it is: docs/reference/planner.md.
 """
 
 from __future__ import annotations
