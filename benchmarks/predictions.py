@@ -45,6 +45,7 @@ from benchmarks.scaling_problems import mask_arguments
 from ringattn import cost
 from ringattn.cost import Costs
 from ringattn.peer.memory import Link, Region
+from ringattn.predict import dataflow_time
 from ringattn.shape import Shape
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
@@ -102,8 +103,8 @@ def predict(machine: Machine, costs: Costs, problem: Problem) -> Predicted:
     with no_file():
         choice = ringattn.plan(problem.tokens * machine.world, layout=problem.layout, **problem.arguments).choice
     assert choice is not None
-    found = cost.choose(choice.problem, costs, "", shape).candidates
-    auto = cost.choose(choice.problem, costs, "").dataflow
+    found = dataflow_time.choose(choice.problem, costs, "", shape).candidates
+    auto = dataflow_time.choose(choice.problem, costs, "").dataflow
     return Predicted({c.dataflow: (c.forward, c.backward) for c in found}, auto)
 
 

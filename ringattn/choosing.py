@@ -1,4 +1,4 @@
-"""Chooses layout and dataflow where they are "auto": those for which the model of :mod:`.cost` predicts the least time.
+"""Chooses layout and dataflow where they are "auto": those with the least time by :mod:`.predict.dataflow_time`.
 
 A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and
 must hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted
@@ -20,7 +20,8 @@ from .schedule import Fetch, Schedule
 from .work import Work
 
 if TYPE_CHECKING:
-    from .cost import Choice, Costs, Problem
+    from .cost import Costs
+    from .predict.dataflow_time import Choice, Problem
 
 WORTH = 0.03  # of the time that is predicted for zigzag
 
@@ -120,14 +121,14 @@ class Setting(NamedTuple):
 
     def choose(self, placement: Placement) -> Choice:
         """Return the dataflows for a placement, the fastest first."""
-        from .cost import choose  # only here and below: it imports what most programs do not need
+        from .predict.dataflow_time import choose  # only here and below: it imports what most programs do not need
 
         assert self.costs is not None
         return choose(self._problem(placement), *self.costs)
 
     def _problem(self, placement: Placement) -> Problem:
         """Return what the cost model needs to know."""
-        from .cost import Problem
+        from .predict.dataflow_time import Problem
 
         queries, keys, needs, n = placement.shards, placement.shards_k, placement.needs, self.world_size
         tokens, runs = ([[0] * n for _ in range(n)] for _ in range(2))

@@ -19,15 +19,16 @@ from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
 from ..relay import Relay
-from ..schedule import Fetch, buffer_rows, carried_waves
+from ..schedule import Fetch, buffer_rows
 from ..shape import Shape
 from ..transport import Message
 from .by_node import network_routes
 from .contract import Call
-from .gathered import gathered_block, head_waves
+from .gathered import gathered_block
 from .messages import many_runs, row_bytes
 from .parts import Part
 from .scratch import piece_elements, walk_bytes
+from .shared_memory import heads_of, pulled_waves, shared_bytes
 
 
 class Exchange(NamedTuple):
@@ -42,12 +43,7 @@ class Exchange(NamedTuple):
     def of(cls, call: Call, link: Link, relay: Relay, backward: bool) -> Exchange:
         """Return the exchange of a call."""
         plan = call.plan
-        return cls(link, relay, _waves(plan, call.shape, backward), pattern_of(plan, relay))
-
-
-def _waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
-    """Return groups of heads, of which two fit into ``plan.buffer_bytes``."""
-    return carried_waves(head_waves(plan, s, backward), s.q_heads, plan.transport.device.type, backward)
+        return cls(link, relay, pulled_waves(plan, call.shape, backward), pattern_of(plan, relay))
 
 
 def pattern_of(plan: Plan, relay: Relay) -> Pattern:
@@ -178,27 +174,17 @@ class PushedToCarriers:
 def carried_bytes(plan: Plan, relay: Relay, s: Shape, backward: bool) -> int:
     """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries, and
     the receive buffer; in the backward contributions and their sums."""
-    rank, longest = plan.rank, max(relay.lengths)
-    fetched = buffer_rows(relay.fetches[rank])
+    rank, fetched = plan.rank, buffer_rows(relay.fetches[plan.rank])
     queries, token = plan.local_lengths[rank], s.batch * (s.head_dim + s.value_dim)  # elements of one key head
-
-    def heads_of(cut: list[slice]) -> tuple[int, int]:
-        """Return the heads of the largest wave, and those that are in memory at the same time."""
-        most = max(wave.stop - wave.start for wave in cut)
-        return most, min(2, len(cut)) * most
-
-    cut = _waves(plan, s, backward)
+    cut = pulled_waves(plan, s, backward)
     heads, resident = heads_of(cut)
-    buffered = max(resident, heads_of(_waves(plan, s, False))[1])  # the buffer stays as large as the forward made it
-    total = s.batch * row_bytes(queries, s, backward)
-    total += (2 * s.kv_heads * longest + buffered * fetched) * token * s.itemsize
+    total = s.batch * row_bytes(queries, s, backward) + shared_bytes(plan, s, backward)
     from_others = sum(run.length for runs in relay.carried for run in runs if run.owner == rank)
     if many_runs(relay.carried):  # what leaves and what arrives in a wave
         total += heads * (from_others + relay.lengths[rank] - relay.own[rank]) * token * s.itemsize
     walked = [gathered_block(plan)] if plan.mask.is_union else []
     if backward:
-        total += (max(map(len, relay.nodes)) - 1) * heads * longest * token * s.state_itemsize  # what others push
-        sums = min(2, len(cut)) * heads * (relay.lengths[rank] + from_others) * token
+        sums = resident * (relay.lengths[rank] + from_others) * token
         piece = s.batch * piece_elements(plan, s, queries, fetched, heads)
         walk = s.batch * walk_bytes(s, walked) * heads // s.kv_heads
         return total + (resident * fetched * token + sums + piece) * s.state_itemsize + walk

@@ -42,9 +42,10 @@ from .carrying import carried_bytes
 from .contract import Call, Dataflow, Gradients, Traffic
 from .description import shortened
 from .fetching import fetch_keys, prepare_fetches, return_gradients
-from .gathered import gathered_block, head_waves, relay_of, uses_copy_engines
+from .gathered import gathered_block, relay_of, uses_copy_engines
 from .messages import message_bytes, row_bytes
 from .scratch import piece_elements, walk_bytes
+from .shared_memory import heads_of, pulled_waves, shared_bytes
 
 
 class Gather(Dataflow):
@@ -172,6 +173,9 @@ class Gather(Dataflow):
             return (_pulled_bytes if uses_copy_engines(plan) else message_bytes)(plan, shape, backward)
         return (carried_bytes if uses_copy_engines(plan) else relayed_bytes)(plan, relay, shape, backward)
 
+    def kept_bytes(self, plan: Plan, shape: Shape) -> int:
+        return shared_bytes(plan, shape, True)
+
 
 def _traffic(plan: Plan) -> list[Traffic]:
     """Return what each rank sends: keys to those that fetch them, and contributions to those they were fetched from."""
@@ -188,22 +192,11 @@ def _traffic(plan: Plan) -> list[Traffic]:
 def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
     runs = plan.fetches
     fetched = buffer_rows(runs[plan.rank])
-    queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
-    token = s.batch * (s.head_dim + s.value_dim)  # elements of one key head
-
-    def in_waves(gradients: bool) -> tuple[int, int, int]:
-        """Return the number of waves, the heads of a wave, and the heads that are in memory at the same time."""
-        cut = head_waves(plan, s, gradients)
-        heads = max(wave.stop - wave.start for wave in cut)
-        return len(cut), heads, min(2, len(cut)) * heads
-
-    count, heads, resident = in_waves(backward)
-    total = s.batch * row_bytes(queries, s, backward)
-    total += 2 * s.kv_heads * longest * token * s.itemsize  # two slots that others read
-    # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
-    total += max(resident, in_waves(False)[2]) * fetched * token * s.itemsize
+    queries, token = plan.local_lengths[plan.rank], s.batch * (s.head_dim + s.value_dim)  # elements of one key head
+    cut = pulled_waves(plan, s, backward)
+    heads, resident = heads_of(cut)
+    total = s.batch * row_bytes(queries, s, backward) + shared_bytes(plan, s, backward)
     if backward:
-        total += (plan.world_size - 1) * heads * longest * token * s.state_itemsize  # what others push
         # The larger of two: a wave's contributions before dq is made as a result, and after.
         groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward)
         piece = s.batch * piece_elements(plan, s, queries, fetched, max(g.stop - g.start for g in groups))
@@ -211,7 +204,7 @@ def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
         contributions = (resident * fetched * token + piece) * s.state_itemsize + walk
         total += max(contributions - s.batch * queries * s.q_heads * s.head_dim * s.itemsize, 0)
         return total
-    if count > 1:  # a wave's output, before it is put in its place
+    if len(cut) > 1:  # a wave's output, before it is put in its place
         total += s.batch * queries * heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
     if plan.mask.is_union:
         total += s.batch * queries * heads * s.state_elements // s.kv_heads * s.state_itemsize

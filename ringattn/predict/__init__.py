@@ -1,0 +1,1 @@
+"""Predictions of the time and memory of attention, before it runs."""
