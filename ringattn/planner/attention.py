@@ -104,27 +104,22 @@ def time_alone(row: Row, s: Shape, costs: Costs) -> tuple[float, float]:
     return forward, backward
 
 
-@functools.lru_cache(2)
 def _plan(row: Row) -> Plan:
     """Return the plan of a GPU of the row."""
     nodes = nodes_of(row.ranks if row.flat else row.local_size, row.ranks)
-    gpu = _Gpu(0, row.ranks, "cuda")
-    gpu.linked = nodes if row.pulls and not row.flat else ()
-    return plan(
-        row.tokens * row.ranks,
-        gpu,
-        causal=True,
-        layout="zigzag",
-        local_size=len(nodes[0]),
-        buffer_bytes=row.buffer_bytes,
-    )
+    return _plan_of(row.tokens * row.ranks, nodes, row.pulls and not row.flat, row.buffer_bytes)
+
+
+@functools.lru_cache(2)  # with the nodes of a cluster and, for a flat dataflow, without
+def _plan_of(tokens: int, nodes: Nodes, linked: bool, buffer_bytes: int) -> Plan:
+    gpu = _Gpu(0, sum(map(len, nodes)), "cuda")
+    gpu.linked = nodes if linked else ()
+    local_size = len(nodes[0])
+    return plan(tokens, gpu, causal=True, layout="zigzag", local_size=local_size, buffer_bytes=buffer_bytes)
 
 
 def _problem(row: Row) -> Problem:
     problem: Problem = _plan(row).choice.problem
-    # Messages of a flat gather cross the network, or not, host by host.
-    return (
-        replace(problem, ring=replace(problem.ring, local_size=row.local_size))
-        if row.flat and row.kind == "gather"
-        else problem
-    )
+    if row.flat and row.kind == "gather":  # its messages are told apart by hosts, those of a ring are not
+        return replace(problem, ring=replace(problem.ring, local_size=row.local_size))
+    return problem
