@@ -46,7 +46,7 @@ from benchmarks.decode_contestants import ALONE, Launch, contestants, ours, samp
 from benchmarks.decode_problems import CONTEXTS, PLOTS, PROBLEMS, TABLES, Caches, Problem
 from benchmarks.kernels import replay
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure
-from ringattn import transport as transports
+from ringattn.transport import group as transports
 from scripts.ranks import one_line
 
 WORST = 0.02  # relative error that ends the run

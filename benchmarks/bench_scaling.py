@@ -81,9 +81,10 @@ from benchmarks.progress import Progress
 from benchmarks.scaling_contestants import Contestants
 from benchmarks.scaling_problems import MASKS, Setting, mask_name, settings, visible_pairs
 from benchmarks.scaling_timing import Around, Contestant, Group, Timing
-from ringattn import needs, reference, virtual
-from ringattn.layout import LAYOUTS
-from ringattn.loads import Loads
+from ringattn import reference, virtual
+from ringattn.layouts import needs
+from ringattn.layouts.loads import Loads
+from ringattn.layouts.shards import LAYOUTS
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 

@@ -69,9 +69,9 @@ from benchmarks.json_lines import ROOT
 from benchmarks.peer import CannotRun
 from benchmarks.training_contestants import MAKERS, Contestant
 from benchmarks.training_model import flops_per_token, make_model, make_optimizer
-from ringattn import transport
-from ringattn.planner import memory
-from ringattn.planner.models import ModelShape
+from ringattn.tools.planner import memory
+from ringattn.tools.planner.model_shapes import ModelShape
+from ringattn.transport import group as transport
 from scripts import less_memory, ranks, train_hf
 from scripts.arguments import positive, token_count
 

@@ -4,11 +4,11 @@
     torchrun --nnodes 2 ... --nproc-per-node 8 -m benchmarks.calibrate            the links between these hosts
     torchrun --standalone --nproc-per-node 2 -m benchmarks.calibrate --device cpu --tokens 64
 
-It measures the constants of :class:`ringattn.cost.Costs`, each on all ranks at once, and takes the slowest rank: the
-rates of the attention kernels, of memory and of messages; the fixed time of a launch, a message and a copy; the least
-time of one step of a ring or reduce, and of a gather (with few tokens); the slowdown of attention during messages; and
-the exposed handshakes of a gather. Then it measures whole ring and gather calls, next to the model's times with these
-constants; the two should be close.
+It measures the constants of :class:`ringattn.predict.cost.Costs`, each on all ranks at once, and takes the slowest
+rank: the rates of the attention kernels, of memory and of messages; the fixed time of a launch, a message and a copy;
+the least time of one step of a ring or reduce, and of a gather (with few tokens); the slowdown of attention during
+messages; and the exposed handshakes of a gather. Then it measures whole ring and gather calls, next to the model's
+times with these constants; the two should be close.
 
 The constants apply to groups of the same number of ranks. One rank of each host writes them to
 ``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or to the file RINGATTN_CALIBRATION). The
@@ -41,15 +41,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn import cost
-from ringattn import transport as transports
 from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
 from ringattn.kernels.delta import row_delta
 from ringattn.peer import driver as stream_memory
-from ringattn.predict import dataflow_time
+from ringattn.predict import cost, dataflow_time
 from ringattn.shape import Shape
-from ringattn.transport import Pending
+from ringattn.transport import group as transports
+from ringattn.transport.group import Pending
 from ringattn.virtual import VirtualRank
 from scripts import ranks
 from scripts.arguments import token_count

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.decode_ranks import captured, sum_by_all_reduces, timed
-from ringattn import transport as transports
 from ringattn.generation.decoding import merged
 from ringattn.kernels.paged.backends import BACKENDS, Paged
+from ringattn.transport import group as transports
 
 HEADS, DIM = 32, 128
 KIB = (16, 32, 64, 128, 256)  # of float32 outputs, without m and l

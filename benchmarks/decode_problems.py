@@ -15,7 +15,7 @@ from ringattn.kernels.paged import eager
 from ringattn.kernels.paged.cascade import Prefix, share
 from ringattn.kernels.paged.contract import E4M3, Pool, StepState, stacked
 from ringattn.kernels.paged.quantize import quantize
-from ringattn.transport import Transport
+from ringattn.transport.group import Transport
 
 OUT_OF_CACHE = 1 << 29  # bytes of all layers together, at least: several times the L2 cache
 

@@ -20,11 +20,11 @@ from benchmarks.decode_contestants import Launch, ours
 from benchmarks.decode_problems import Caches, Problem
 from benchmarks.kernels import replay
 from benchmarks.scaling_timing import clock
-from ringattn import transport as transports
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import Paged, choose
 from ringattn.kernels.paged.contract import Call
-from ringattn.transport import Transport
+from ringattn.transport import group as transports
+from ringattn.transport.group import Transport
 from scripts import ranks
 
 REPLAYS = 30  # of a graph in a segment; on the CPU, which only tries the commands, one

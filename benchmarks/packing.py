@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.documents import LENGTHS
-from ringattn.packing import Packing, Row, causal_pairs, pack, pack_stream
+from ringattn.training.packing import Packing, Row, causal_pairs, pack, pack_stream
 
 HEAD = "| lengths | seq_len | method | rows | filled | busiest over mean, of a step | of all rows | CPU ms |"
 

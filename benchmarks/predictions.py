@@ -42,10 +42,9 @@ import ringattn
 from benchmarks import json_lines
 from benchmarks.calibrate import FEW, FEW_OF_A_CALL, Machine, no_file
 from benchmarks.scaling_problems import mask_arguments
-from ringattn import cost
-from ringattn.cost import Costs
-from ringattn.peer.memory import Link, Region
-from ringattn.predict import dataflow_time
+from ringattn.peer.link import Link, Region
+from ringattn.predict import cost, dataflow_time
+from ringattn.predict.cost import Costs
 from ringattn.shape import Shape
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count

@@ -19,10 +19,11 @@ from benchmarks import peers
 from benchmarks.peer import CannotRun, Peer, Problem
 from benchmarks.scaling_problems import Setting, mask_arguments
 from benchmarks.scaling_timing import Contestant, Group, Timing
-from ringattn import layout, virtual
+from ringattn import virtual
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Outputs, Queries, Score, accumulation_dtype
+from ringattn.layouts import shards as layout
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.01}
 

@@ -6,9 +6,9 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 
-from ringattn.layout import LAYOUTS, Shard
+from ringattn.layouts.shards import LAYOUTS, Shard
 from ringattn.mask import Mask
-from ringattn.work import Work
+from ringattn.masks.pairs import Work
 
 
 def zigzag_in_documents(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import documents, shapes
 from ringattn import mask
-from ringattn.work import Work
+from ringattn.masks.pairs import Work
 
 MASKS = ("causal", "full", "window", "documents", "published", "tree", "sinks")
 

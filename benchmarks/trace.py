@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import ringattn
 from benchmarks import documents
-from ringattn.layout import LAYOUTS
+from ringattn.layouts.shards import LAYOUTS
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 

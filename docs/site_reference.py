@@ -17,7 +17,8 @@ def public_names(module: str) -> list[str]:
     path = ROOT / module.replace(".", "/")
     source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     names = []
-    for node in ast.parse(source).body:
+    body = ast.parse(source).body
+    for node in body + [inner for outer in body if isinstance(outer, ast.If) for inner in outer.body]:
         if isinstance(node, ast.ImportFrom):
             names += [alias.name for alias in node.names if alias.asname == alias.name]
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):

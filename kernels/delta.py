@@ -18,7 +18,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """
     dtype = accumulation_dtype(out)
     if out.is_cuda and dtype == torch.float32 and has_triton():
-        from .triton.begin import row_dot  # one pass over memory; the products below would be written out in float32
+        from .triton.begin import row_dot
 
         delta = row_dot(out, dout)
         return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()

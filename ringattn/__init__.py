@@ -6,28 +6,33 @@ out  = ringattn.attention(q, k, v, plan)
 full = plan.unshard(out, dim=1)
 """
 
-from . import batch as batch
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from . import errors as errors
-from . import exchange as _exchange  # noqa: F401  # registers its operators
-from . import host_memory as host_memory
-from . import loss as loss
 from . import mask as mask
-from .adapters.comparison import NotExact as NotExact
-from .adapters.comparison import check as check
-from .adapters.flash import use as use
-from .adapters.sdpa import wrap as wrap
 from .functional import attention as attention
-from .generation import CacheFull as CacheFull
-from .generation import KVCache as KVCache
-from .generation import Step as Step
-from .generation import decode as decode
-from .packing import pack as pack
-from .packing import pack_stream as pack_stream
 from .partial import Partial as Partial
 from .partial import merge as merge
-from .planning import dataflows as dataflows
-from .planning import plan as plan
 from .plans import Plan as Plan
+from .request import dataflows as dataflows
+from .request import plan as plan
+
+if _TYPE_CHECKING:
+    from . import batch as batch
+    from . import host_memory as host_memory
+    from . import loss as loss
+    from .adapters.flash import use as use
+    from .adapters.sdpa import wrap as wrap
+    from .generation import CacheFull as CacheFull
+    from .generation import KVCache as KVCache
+    from .generation import Step as Step
+    from .generation import decode as decode
+    from .tools.check.comparison import NotExact as NotExact
+    from .tools.check.comparison import check as check
+    from .training.packing import pack as pack
+    from .training.packing import pack_stream as pack_stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,3 +40,30 @@ __all__ = [
     "errors", "host_memory", "loss",
     "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip
+
+_ON_DEMAND = {  # names that are imported when they are asked for: where they are
+    "CacheFull": "generation",
+    "KVCache": "generation",
+    "NotExact": "tools.check.comparison",
+    "Step": "generation",
+    "check": "tools.check.comparison",
+    "decode": "generation",
+    "pack": "training.packing",
+    "pack_stream": "training.packing",
+    "use": "adapters.flash",
+    "wrap": "adapters.sdpa",
+}
+_MODULES = ("batch", "host_memory", "loss")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _MODULES:
+        return _import_module(f".{name}", __name__)
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    found = globals()[name] = getattr(_import_module(f".{_ON_DEMAND[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

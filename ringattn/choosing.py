@@ -1,4 +1,4 @@
-"""Chooses layout and dataflow where they are "auto": those with the least time by :mod:`.predict.dataflow_time`.
+"""Choose layout and dataflow where they are "auto": those with the least time by :mod:`.predict.dataflow_time`.
 
 A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and
 must hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted
@@ -11,16 +11,16 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import needs as needs_of_ranks
-from .intervals import Mask
-from .layout import LAYOUTS, Shard, append, length
-from .mask import full
-from .relay import Nodes, relays
-from .schedule import Fetch, Schedule
-from .work import Work
+from .layouts import needs as needs_of_ranks
+from .layouts.relay import Nodes, relays
+from .layouts.schedule import Fetch, Schedule
+from .layouts.shards import LAYOUTS, Shard, append, length
+from .masks.common import full
+from .masks.intervals import Mask
+from .masks.pairs import Work
 
 if TYPE_CHECKING:
-    from .cost import Costs
+    from .predict.cost import Costs
     from .predict.dataflow_time import Choice, Problem
 
 WORTH = 0.03  # of the time that is predicted for zigzag
@@ -121,7 +121,7 @@ class Setting(NamedTuple):
 
     def choose(self, placement: Placement) -> Choice:
         """Return the dataflows for a placement, the fastest first."""
-        from .predict.dataflow_time import choose  # only here and below: it imports what most programs do not need
+        from .predict.dataflow_time import choose
 
         assert self.costs is not None
         return choose(self._problem(placement), *self.costs)

@@ -13,7 +13,7 @@ error                  also a          raised when
 
 Where ranks compare nothing in a call, those of one host detect that they are in different ones, or that one of them has
 refused its arguments: the rank that begins the call last raises :class:`Desynchronized` or :class:`RankFailed`, and
-those that are at their messages :class:`LostPeer` with the same text (:mod:`ringattn.lockstep`).
+those that are at their messages :class:`LostPeer` with the same text (:mod:`ringattn.transport.lockstep`).
 
 An exchange by copy engines cannot raise, because the host has already returned from the call: a watchdog ends the
 process with the same text on its standard error (:mod:`ringattn.peer.watchdog`).

@@ -64,7 +64,7 @@ def attention(
 
     Ranks compare their arguments, grad mode and training mode in the first call with them after ``plan()``. In later
     calls only those of one host detect that they are in different ones; RINGATTN_CHECK=1 compares every call
-    (:mod:`.lockstep`).
+    (:mod:`.transport.lockstep`).
 
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from . import plans
 from .dataflow import choose as choose_dataflow
-from .dataflow.contract import Call
+from .dataflow.base import Call
 from .kernels.backends import choose
 from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
-from .layout import length, put, take
+from .layouts.shards import length, put, take
 from .plans import Plan
-from .transport import Message
+from .transport.group import Message
 
 # Tables, counters and buffers that a first call makes and keeps must not lie in the memory of a graph that inductor
 # records (mode="reduce-overhead").

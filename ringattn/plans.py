@@ -1,6 +1,6 @@
 """Plan: mask, layout and schedule for one sequence shape, agreed by all ranks and used by every layer.
 
-A plan is data: it holds what was decided and derives blocks from it. :mod:`.planning` makes plans, :mod:`.dataflow`
+A plan is data: it holds what was decided and derives blocks from it. :mod:`.request` makes plans, :mod:`.dataflow`
 runs them and predicts what they cost, :mod:`.verify` proves them.
 """
 
@@ -14,27 +14,29 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from . import blocks, lockstep, neighbours, split_by
-from . import layout as layouts
+from . import split_by
 from .agreement import Agreement, Value
-from .by_heads import run_by_heads
-from .intervals import Intervals
 from .kernels.contract import Block
-from .layout import Shard
-from .mask import Mask
+from .layouts import blocks
+from .layouts import shards as layouts
+from .layouts.relay import Nodes
+from .layouts.schedule import Fetch, Schedule, Step
+from .layouts.shards import Shard
+from .masks.intervals import Intervals, Mask
+from .masks.pairs import count_below
 from .memo import Memo
-from .relay import Nodes
-from .schedule import Fetch, Schedule, Step
 from .shape import Shape
+from .tokens import halo as neighbours
+from .tokens.heads import run_by_heads
 from .training.batch import shard_batch
-from .transport import Transport
-from .work import count_below
+from .transport import lockstep
+from .transport.group import Transport
 
 T = TypeVar("T")
 
 
 class Predictions(Protocol):
-    """The predictions that a plan asks its dataflow for (:class:`.dataflow.contract.Dataflow`)."""
+    """The predictions that a plan asks its dataflow for (:class:`.dataflow.base.Dataflow`)."""
 
     moves_queries: bool
     summary: str
@@ -197,7 +199,7 @@ class Plan:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the causal depthwise convolution of this rank's tokens, across shards and within documents: see
-        :func:`.neighbours.causal_convolution`."""
+        :func:`.tokens.halo.causal_convolution`."""
         return neighbours.causal_convolution(self, x, weight, bias)
 
     def heads(self, function: Callable[..., Any], *tensors: Tensor, heads_dim: int = 2) -> Any:
@@ -276,7 +278,7 @@ class Plan:
         rows: Sequence[int] | None = None,
     ) -> Block:
         """Return which keys of a buffer the queries of a rank see; ``keys``, ``segments_k`` and ``rows`` as of
-        :func:`.blocks.make`."""
+        :func:`.layouts.blocks.make`."""
         return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k, rows)
 
     def _seen(self, q_rank: int) -> list[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mask import Mask
+from .masks.intervals import Mask
 
 
 def attention(

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .layout import Shard
+from .layouts.shards import Shard
 from .memo import Memo
-from .transport import Transport
+from .transport.group import Transport
 
 ROWS = 64  # of each group, whose latest plan is remembered; without one there is no warning
 

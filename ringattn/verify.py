@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from . import layout as layouts
 from .kernels.contract import Block
+from .layouts import shards as layouts
+from .layouts.relay import Relay, node_of
+from .layouts.schedule import Fetch, Schedule
 from .plans import Plan
-from .relay import Relay, node_of
-from .schedule import Fetch, Schedule
 
 
 def require(condition: object, message: str) -> None:

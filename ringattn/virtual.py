@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .peer.mailbox import Mailbox
-from .transport import Transport
-from .works import Message, Pending
+from .transport.group import Transport
+from .transport.pending import Message, Pending
 
 T = TypeVar("T")
 _TIMEOUT = 120.0  # seconds that a rank waits for a message or for the other ranks

@@ -44,8 +44,9 @@ from torch import Tensor
 
 import ringattn
 from ringattn import mask as masks
-from ringattn import reference, transport, virtual
-from ringattn.layout import LAYOUTS
+from ringattn import reference, virtual
+from ringattn.layouts.shards import LAYOUTS
+from ringattn.transport import group as transport
 from scripts import ranks
 from scripts.arguments import positive
 

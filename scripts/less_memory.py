@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ringattn.hf import Recompute, reduce_memory
-from ringattn.planner import memory
-from ringattn.planner.models import ModelShape
-from ringattn.training.host_memory import HostMemory, available
+from ringattn.tools.planner import memory
+from ringattn.tools.planner.model_shapes import ModelShape
+from ringattn.training.offload import HostMemory, available
 from scripts import ranks
 from scripts.arguments import gib, positive
 

@@ -40,7 +40,7 @@ import ringattn
 from ringattn import host_memory
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import LONGEST_SUM
-from ringattn.layout import Shard
+from ringattn.layouts.shards import Shard
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 from scripts.check import UNIT

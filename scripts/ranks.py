@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ringattn import transport
+from ringattn.transport import group as transport
 
 
 def command() -> str:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import mask as masks
-from ringattn.layout import LAYOUTS, positions
+from ringattn.layouts.shards import LAYOUTS, positions
 from ringattn.virtual import VirtualRank
 
 if TYPE_CHECKING:

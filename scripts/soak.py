@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 
 import ringattn
-from ringattn import transport
 from ringattn.memo import Memo
+from ringattn.transport import group as transport
 from scripts import check, ranks
 from scripts.arguments import positive
 

@@ -51,7 +51,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3C
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import ringattn.hf  # changed: registers "ringattn"
-from ringattn.planner.models import MODELS, ModelShape
+from ringattn.tools.planner.model_shapes import MODELS, ModelShape
 from scripts import checkpoint, less_memory, random_weights, ranks
 from scripts.arguments import positive, token_count
 from scripts.less_memory import Setting

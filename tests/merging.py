@@ -89,7 +89,7 @@ class _Interpreted:
         self.rank, self.mailboxes = rank, None
 
     def of_merge(self, state: Tensor) -> _Interpreted | None:
-        """As :meth:`ringattn.transport.Transport.mailbox`."""
+        """As :meth:`ringattn.transport.group.Transport.mailbox`."""
         from ringattn.kernels.paged import meet
 
         if not meet.fits(state):

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ringattn.dataflow import carrying
-from ringattn.peer import carry, driver, memory, pull, push
+from ringattn.peer import carry, driver, pull, push
+from ringattn.peer import link as memory
 
 
 class Deadlock(AssertionError):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pool import Pool, on_ranks
 
 from ringattn import agreement
-from ringattn import transport as transports
 from ringattn.agreement import Disagreement, RankFailed
+from ringattn.transport import group as transports
 
 FIELDS: dict[str, Any] = dict(number=3, far=-(2**62), ratio=0.1, flag=True, name="zigzag")
 

@@ -15,12 +15,12 @@ from test_extend import block_cyclic
 
 import ringattn
 from benchmarks.documents import bounds
-from ringattn import alignment
-from ringattn.alignment import first_rows
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import GRID, Block
-from ringattn.layout import LAYOUTS
-from ringattn.schedule import gaps
+from ringattn.layouts import alignment
+from ringattn.layouts.alignment import first_rows
+from ringattn.layouts.schedule import gaps
+from ringattn.layouts.shards import LAYOUTS
 from ringattn.virtual import VirtualRank
 
 EXACT = 1e-10

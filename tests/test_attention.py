@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ringattn
 from ringattn import reference, virtual
 from ringattn.dataflow import ring
-from ringattn.layout import put
+from ringattn.layouts.shards import put
 
 SEQ, HEADS, KV_HEADS, DIM = 37, 4, 2, 8
 

@@ -16,14 +16,15 @@ from torch import Tensor
 import ringattn
 from benchmarks.balance import document_mask, line, loads, main, plan_milliseconds
 from benchmarks.documents import LENGTHS, bounds
-from ringattn import layout, needs, redivision
 from ringattn import mask as masks
-from ringattn.documents import TILE, Documents
-from ringattn.loads import Loads
+from ringattn.layouts import needs, redivision
+from ringattn.layouts import shards as layout
+from ringattn.layouts.documents import TILE, Documents
+from ringattn.layouts.loads import Loads
 from ringattn.mask import Mask
+from ringattn.masks.pairs import Work
 from ringattn.plans import Plan
 from ringattn.virtual import VirtualRank
-from ringattn.work import Work
 
 
 def worst(numbers: tuple[int, ...]) -> float:

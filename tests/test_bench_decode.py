@@ -15,7 +15,7 @@ from benchmarks import bench_decode, decode_chunk, decode_contestants, decode_me
 from benchmarks.bench_decode import Setup
 from benchmarks.decode_problems import CONTEXTS, PROBLEMS, Caches, Problem, ragged
 from benchmarks.segments import Launch, Runner
-from ringattn import transport as transports
+from ringattn.transport import group as transports
 from ringattn.virtual import VirtualRank
 
 SMALL = Problem("small", (40, 7, 130), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32)

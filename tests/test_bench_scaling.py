@@ -31,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.scaling_contestants import Contestants
 from ringattn import mask
-from ringattn.layout import LAYOUTS
+from ringattn.layouts.shards import LAYOUTS
 from ringattn.virtual import VirtualRank
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn
-from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.dataflow import fetching
 from ringattn.dataflow.gathered import relay_of, uses_copy_engines
+from ringattn.layouts.relay import Relay, node_of, relay
+from ringattn.layouts.schedule import Fetch, head_groups
 from ringattn.peer import connect, symmetric
-from ringattn.planning import nodes_of
-from ringattn.relay import Relay, node_of, relay
-from ringattn.schedule import Fetch, head_groups
+from ringattn.request import nodes_of
 from ringattn.shape import Shape
+from ringattn.transport import group as transports
 from ringattn.verify import check_relay
 from ringattn.virtual import VirtualRank
 

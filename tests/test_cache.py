@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import layout, reference, transport, virtual
+from ringattn import reference, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
 from ringattn.generation.tokens import Tokens
 from ringattn.kernels.paged import backends
 from ringattn.kernels.paged.quantize import dequantize, quantize
+from ringattn.layouts import shards as layout
 from ringattn.mask import causal
+from ringattn.transport import group as transport
 
 # --- The books -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from pool import Pool, on_ranks
 
 import ringattn
 from benchmarks import calibrate
-from ringattn import cost, virtual
+from ringattn import virtual
+from ringattn.predict import cost
 
 
 def calibrated(file: str) -> tuple[dict[str, Any], str]:

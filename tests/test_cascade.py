@@ -15,7 +15,7 @@ from ringattn import virtual
 from ringattn.kernels.paged import cascade, eager
 from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.kernels.paged.cascade import Prefix, prefixes
-from ringattn.transport import Transport
+from ringattn.transport.group import Transport
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ from ringattn import virtual
 from ringattn.dataflow import circulation as walk
 from ringattn.dataflow.circulation import Circulation, Contribution
 from ringattn.dataflow.ring import add_gradients
-from ringattn.schedule import Schedule
+from ringattn.layouts.schedule import Schedule
 
 TOKENS = 64
 

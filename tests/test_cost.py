@@ -20,12 +20,12 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import cost, json_file, virtual
+from ringattn import json_file, virtual
 from ringattn import plan as plan_function
-from ringattn.predict import dataflow_time
+from ringattn.masks.pairs import estimate_pairs
+from ringattn.predict import cost, dataflow_time
 from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
-from ringattn.work import estimate_pairs
 
 
 class Pulling(VirtualRank):

@@ -19,11 +19,12 @@ from pool import Pool, on_ranks
 from torch import Tensor
 
 import ringattn
-from ringattn import lockstep, virtual
-from ringattn import transport as transports
+from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
 from ringattn.kernels.paged.contract import part
-from ringattn.transport import Transport
+from ringattn.transport import group as transports
+from ringattn.transport import lockstep
+from ringattn.transport.group import Transport
 
 LAYERS, KV_HEADS, GROUP, DIM, DIM_V = 2, 2, 3, 8, 6
 HEADS = KV_HEADS * GROUP

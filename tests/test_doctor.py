@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn import doctor, virtual
+from ringattn import virtual
+from ringattn.tools import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -120,7 +121,7 @@ def test_a_difference_is_printed_before_the_process_ends(monkeypatch: pytest.Mon
     """Without the shutdown of Python, which would write what is left in buffers."""
     program = """
 import sys
-from ringattn import doctor
+from ringattn.tools import doctor
 real = doctor._whole_results
 doctor._whole_results = lambda *x: [y * 1.01 for y in real(*x)]
 sys.exit(doctor.main(sys.argv[3:]))

@@ -15,7 +15,7 @@ from pool import Pool, on_ranks
 
 import ringattn
 from ringattn.kernels import backends
-from ringattn.transport import GroupTransport
+from ringattn.transport.group import GroupTransport
 from ringattn.virtual import VirtualRank
 
 BATCH, HEADS, KV_HEADS, DIM, SEQ = 2, 4, 2, 8, 18  # 6 tokens on each of 3 ranks

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import layout, reference, virtual
+from ringattn import reference, virtual
 from ringattn.dataflow import DATAFLOWS, fetching
+from ringattn.dataflow.base import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.circulation import Tensors
-from ringattn.dataflow.contract import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.ring import add_gradients
 from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score, ScoreMod
@@ -30,6 +30,7 @@ from ringattn.kernels.paged.backends import BACKENDS as PAGED
 from ringattn.kernels.paged.backends import Paged
 from ringattn.kernels.paged.contract import Call as PagedCall
 from ringattn.kernels.paged.contract import Pool, Tables
+from ringattn.layouts import shards as layout
 from ringattn.mask import Mask, causal, full, pieces, window
 from ringattn.partial import Partial
 from ringattn.plans import Plan

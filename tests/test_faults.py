@@ -29,8 +29,8 @@ from pool import Pool, RankFailed, on_ranks
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 import ringattn
-from ringattn import transport as transports
 from ringattn.peer import connect, symmetric
+from ringattn.transport import group as transports
 
 WORLD = 4
 FAULTY = 1

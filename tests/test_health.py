@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ringattn import errors, health
+from ringattn import errors
 from ringattn.errors import Desynchronized, Disagreement, GroupBroken, LostPeer, Place, RankFailed, TimedOut
-from ringattn.health import Health
-from ringattn.other_hosts import OtherHosts
 from ringattn.peer.watchdog import Board, CallMark
+from ringattn.transport import health
+from ringattn.transport.health import Health
+from ringattn.transport.other_hosts import OtherHosts
 
 PLACE = Place(0, "attention() forward", "ring", 2)
 

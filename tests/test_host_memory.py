@@ -16,10 +16,13 @@ from cases import Case, gradients
 from torch import Tensor
 
 import ringattn
-from ringattn import host_memory, pitched, staging, virtual
+from ringattn import virtual
+from ringattn.host import attention as host_memory
+from ringattn.host import staging
+from ringattn.host import strided as pitched
+from ringattn.host.staging import Engines, Split, Staging
 from ringattn.kernels.contract import ScoreMod
 from ringattn.peer import driver
-from ringattn.staging import Engines, Split, Staging
 
 on_cpu = functools.partial(host_memory.attention, device="cpu")  # also where there is a GPU
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -321,7 +324,7 @@ def test_every_wait_is_needed(fault: str, monkeypatch: pytest.MonkeyPatch) -> No
     source = Path(staging.__file__).read_text()
     old, new = FAULTS[fault]
     assert source.count(old) == 1
-    names: dict[str, Any] = {"__name__": "ringattn.staging", "__package__": "ringattn"}
+    names: dict[str, Any] = {"__name__": "ringattn.host.staging", "__package__": "ringattn.host"}
     exec(compile(source.replace(old, new), staging.__file__, "exec"), names)
     right, wrong = [], []
     for held in (frozenset(), frozenset({BYTES_OF_RESULTS})):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn import layout as layouts
+from ringattn.layouts import shards as layouts
 from ringattn.mask import causal
 
 NAMES = sorted(layouts.LAYOUTS)

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import lockstep, virtual
+from ringattn import virtual
 from ringattn.errors import Desynchronized
-from ringattn.lockstep import Calls
-from ringattn.transport import GroupTransport
+from ringattn.transport import lockstep
+from ringattn.transport.group import GroupTransport
+from ringattn.transport.lockstep import Calls
 
 LIMIT = 20.0
 SEQ, HEADS, DIM = 16, 2, 8
@@ -235,7 +236,7 @@ def test_an_argument_error_of_decode(pools: Callable[[int], Pool], world_size: i
 
 def another_version() -> tuple[str, str]:
     """Make a plan where rank 1 has another version of the library."""
-    planning = ringattn.planning
+    planning = ringattn.request
     version = planning.VERSION
     planning.VERSION += dist.get_rank()
     try:
@@ -246,7 +247,7 @@ def another_version() -> tuple[str, str]:
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_versions_of_the_library_that_differ_are_named(pools: Callable[[int], Pool], world_size: int) -> None:
-    version = ringattn.planning.VERSION
+    version = ringattn.request.VERSION
     for kind, text in pools(world_size).run(another_version):
         assert kind == "Disagreement"
         assert f"version is {version} on ranks [0], {version + 1} on ranks [1]" in text

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import ringattn
 import ringattn.flash
-from ringattn import layout as layouts
 from ringattn import mask as masks
+from ringattn.layouts import shards as layouts
 from ringattn.mask import Mask
-from ringattn.work import Work, count_below
+from ringattn.masks.pairs import Work, count_below
 
 
 def keys_and_queries(seq_len: int, seq_len_k: int) -> tuple[Tensor, Tensor]:

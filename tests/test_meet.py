@@ -35,8 +35,8 @@ from ringattn.kernels.paged import eager, finish, meet
 from ringattn.kernels.paged.contract import part
 from ringattn.kernels.paged.meet import FLAG, PROGRAMS, RECEIVE, SEND, Mailboxes
 from ringattn.kernels.triton.primitives import INTERPRETED
+from ringattn.peer import link as memory
 from ringattn.peer import mailbox as mailboxes
-from ringattn.peer import memory
 from ringattn.peer.mailbox import Mailbox
 from ringattn.peer.watchdog import MEET, Board, Watch
 from ringattn.virtual import VirtualRank

@@ -24,12 +24,12 @@ from test_decode import everything
 from test_meet import random_states
 
 import ringattn
-from ringattn import transport as transports
 from ringattn import virtual
 from ringattn.generation.decoding import merged
 from ringattn.kernels.paged.backends import BACKENDS
 from ringattn.peer.watchdog import Board
-from ringattn.transport import Transport
+from ringattn.transport import group as transports
+from ringattn.transport.group import Transport
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -16,12 +16,12 @@ import ringattn
 from ringattn import Partial, virtual
 from ringattn import mask as masks
 from ringattn.dataflow import by_node, choose, fetching, messages, tiles
-from ringattn.dataflow.contract import Call
+from ringattn.dataflow.base import Call
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import delta
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score
-from ringattn.schedule import head_groups
+from ringattn.layouts.schedule import head_groups
 
 DIM, TOKENS = 16, 4096
 TREE = masks.tree([-1, 0, 0, 0, 0], [2048, 512, 512, 512, 512])

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import ringattn
 from ringattn import virtual
 from ringattn.dataflow import choose, messages
-from ringattn.dataflow.contract import Call
+from ringattn.dataflow.base import Call
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import delta
 from ringattn.kernels.contract import Result, Score

@@ -39,10 +39,11 @@ import ringattn.hf
 from ringattn import virtual
 from ringattn.dataflow import DATAFLOWS
 from ringattn.hf import Recompute, reduce_memory
-from ringattn.planner import attention, memory
-from ringattn.planner.models import MODELS, ModelShape
-from ringattn.training import HostMemory, attention_results, by_heads, by_tokens, host_memory, recompute
-from ringattn.training.host_memory import Waiting, available
+from ringattn.tools.planner import attention, memory
+from ringattn.tools.planner.model_shapes import MODELS, ModelShape
+from ringattn.training import HostMemory, attention_results, by_heads, by_tokens, recompute
+from ringattn.training import offload as host_memory
+from ringattn.training.offload import Waiting, available
 from scripts import less_memory
 
 SIZES = dict(

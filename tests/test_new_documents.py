@@ -20,17 +20,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
-from ringattn import blocks, virtual
-from ringattn import transport as transports
+from ringattn import virtual
 from ringattn.agreement import Disagreement
 from ringattn.dataflow import by_node, messages
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.dataflow.messages import collects_runs
 from ringattn.kernels.contract import Delivery, Outputs, completion_groups
 from ringattn.kernels.upload import upload
-from ringattn.layout import positions
+from ringattn.layouts import blocks
+from ringattn.layouts.shards import positions
 from ringattn.peer.tile_lists import tile_lists
 from ringattn.reference import attention as reference
+from ringattn.transport import group as transports
 from ringattn.virtual import VirtualRank
 
 
@@ -132,7 +133,7 @@ def test_an_agreement_is_not_waited_for_before_the_first_use() -> None:
 
 
 def test_a_plan_that_was_made_ahead_has_its_blocks() -> None:
-    for dataflow in ringattn.planning.dataflows():
+    for dataflow in ringattn.request.dataflows():
         plan = ringattn.plan(64, VirtualRank(1, 4), causal=True, dataflow=dataflow, wait=False)
         size = len(plan.memo)
         plan.flow.prepare(plan)
@@ -380,7 +381,7 @@ def test_forty_batches_compile_nothing_after_the_first_on_a_gpu() -> None:
 def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two tokens in turns: 150 runs on each of four ranks."""
     monkeypatch.setitem(
-        ringattn.layout.LAYOUTS,
+        ringattn.layouts.shards.LAYOUTS,
         "pairs",
         lambda mask, n, *_: tuple(tuple(range(a, a + 2) for a in range(2 * r, mask.seq_len, 2 * n)) for r in range(n)),
     )

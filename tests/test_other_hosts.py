@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from ringattn import health
 from ringattn.errors import LostPeer, Place, TimedOut
-from ringattn.health import Health
-from ringattn.other_hosts import OtherHosts
+from ringattn.transport import health
+from ringattn.transport.health import Health
+from ringattn.transport.other_hosts import OtherHosts
 
 PLACE = Place(0, "attention() forward", "ring", 2)
 HOSTS = ["a", "a", "b", "b", "b", "c", "b"]

@@ -1,4 +1,4 @@
-"""ringattn/packing.py: every document once, in rows that are full and have equal work."""
+"""ringattn/training/packing.py: every document once, in rows that are full and have equal work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import ringattn
 from benchmarks.documents import LENGTHS
 from benchmarks.packing import best_fit
-from ringattn.packing import Packing, Row, causal_pairs
+from ringattn.training.packing import Packing, Row, causal_pairs
 
 
 def drawn(name: str, count: int, seq_len: int) -> list[int]:

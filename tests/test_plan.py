@@ -20,14 +20,15 @@ from hypothesis import given, settings
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import layout as layouts
 from ringattn import plan as plan_function
-from ringattn import planning, plans
-from ringattn import transport as transports
+from ringattn import plans
+from ringattn import request as planning
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import long_sums
 from ringattn.kernels.contract import Block
-from ringattn.schedule import Schedule, Step
+from ringattn.layouts import shards as layouts
+from ringattn.layouts.schedule import Schedule, Step
+from ringattn.transport import group as transports
 from ringattn.verify import check_coverage
 from ringattn.virtual import VirtualRank
 

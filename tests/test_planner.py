@@ -13,18 +13,18 @@ import torch
 from live_bytes import moved, step
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ringattn import cost
 from ringattn import plan as plan_function
-from ringattn.planner import attention, hardware, memory
-from ringattn.planner.__main__ import main
-from ringattn.planner.attention import DATAFLOWS, Row
-from ringattn.planner.memory import Switches
-from ringattn.planner.models import KINDS, MODELS, ModelShape, from_config, named
-from ringattn.planner.step import Way, _pointwise
-from ringattn.planner.step import step as step_of
-from ringattn.planner.ways import MOST, Problem, judge, longest, saving, sizes, verdicts, way_of
+from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
+from ringattn.tools.planner import attention, hardware, memory
+from ringattn.tools.planner.attention import DATAFLOWS, Row
+from ringattn.tools.planner.command import main
+from ringattn.tools.planner.memory import Switches
+from ringattn.tools.planner.model_shapes import KINDS, MODELS, ModelShape, from_config, named
+from ringattn.tools.planner.training_step import Way, _pointwise
+from ringattn.tools.planner.training_step import step as step_of
+from ringattn.tools.planner.ways import MOST, Problem, judge, longest, saving, sizes, verdicts, way_of
 from ringattn.virtual import VirtualRank
 
 GIB = 2**30

@@ -24,20 +24,21 @@ pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
-from ringattn import layout
 from ringattn.dataflow import fetching
-from ringattn.dataflow.contract import Call as Attention
+from ringattn.dataflow.base import Call as Attention
 from ringattn.dataflow.gather import Gather
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import contract
 from ringattn.kernels.backends import Backend
 from ringattn.kernels.contract import Block, CompletionCounts, Result, Score
+from ringattn.layouts import shards as layout
+from ringattn.layouts.schedule import Fetch
 from ringattn.mask import Mask
-from ringattn.peer import driver, memory, pull, push
+from ringattn.peer import driver, pull, push
+from ringattn.peer import link as memory
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
 from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
-from ringattn.schedule import Fetch
 from ringattn.virtual import VirtualRank
 
 DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v

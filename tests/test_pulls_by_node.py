@@ -24,8 +24,8 @@ import ringattn
 from ringattn.dataflow import carrying
 from ringattn.dataflow.gathered import gathered_block, relay_of
 from ringattn.dataflow.messages import many_runs
-from ringattn.peer import memory
-from ringattn.planning import nodes_of
+from ringattn.peer import link as memory
+from ringattn.request import nodes_of
 from ringattn.virtual import VirtualRank
 
 SEEDS = 6  # orders of execution of each case

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.schedule import Schedule, Step
+from ringattn.layouts.schedule import Schedule, Step
 from ringattn.verify import check_schedule
 
 MESSAGES = ("shard_to", "shard_from", "part_to", "part_from", "home_to", "home_from")

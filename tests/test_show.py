@@ -7,7 +7,7 @@ import torch
 
 import ringattn
 from ringattn import mask as masks
-from ringattn.layout import LAYOUTS, positions
+from ringattn.layouts.shards import LAYOUTS, positions
 from ringattn.virtual import VirtualRank
 from scripts import show
 

@@ -101,7 +101,7 @@ def test_the_lowest_versions_are_the_same_everywhere() -> None:
         assert re.search(rf"torch {re.escape(lowest('torch'))}\b", text), path
         assert re.search(rf"Triton {re.escape(lowest('triton'))}\b", text), path
     for package, name in (("torch", "torch"), ("triton", "triton")):
-        assert f"{name}>={lowest(package)}" in (ROOT / "ringattn" / "doctor.py").read_text()
+        assert f"{name}>={lowest(package)}" in (ROOT / "ringattn" / "tools" / "doctor.py").read_text()
     assert f'"=={lowest("torch")}.*"' in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert f"torch >= {lowest('torch')}" in (ROOT / "scripts" / "environment.sh").read_text()
 

@@ -116,6 +116,6 @@ def test_nothing_is_kept_of_a_group_that_is_gone() -> None:
         return rank.serial
 
     serials = virtual.run(2, job)
-    ringattn.planning._plans.clear()
+    ringattn.request._plans.clear()
     gc.collect()
     assert not set(serials) & set(split_by._latest)

@@ -13,7 +13,7 @@ from simulated_gpus import Stream, World, _Torch, alias
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-SOURCE = Path(__file__).parent.parent / "ringattn/training/host_memory.py"
+SOURCE = Path(__file__).parent.parent / "ringattn/training/offload.py"
 WAIT = "torch.cuda.current_stream(x.device).wait_event(event)"
 FAULTS = {
     "a copy does not wait for what it reads": ("self._stream.wait_stream(torch.cuda.current_stream(device))", "pass"),
@@ -40,7 +40,7 @@ def train(seed: int, source: str) -> None:
     """Let the tensors of six layers wait in host memory, in three steps, and compare what comes back."""
     world = World(1, seed)
     main = Stream(world.gpus[0], "main")
-    names: dict[str, Any] = {"__name__": "ringattn.training.host_memory", "__package__": "ringattn.training"}
+    names: dict[str, Any] = {"__name__": "ringattn.training.offload", "__package__": "ringattn.training"}
     exec(compile(source, SOURCE, "exec"), names)
     names["torch"] = _Torch(
         SimpleNamespace(

@@ -27,8 +27,8 @@ from benchmarks import (
     transformer_engine,
 )
 from benchmarks.peer import CannotRun, Problem
-from ringattn import layout
 from ringattn import mask as masks
+from ringattn.layouts import shards as layout
 
 SHORT = [
     "--segments=2",

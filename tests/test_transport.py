@@ -17,10 +17,10 @@ from pool import Pool, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
-from ringattn import transport as transports
-from ringattn.gloo import group_of
 from ringattn.peer.symmetric import NumberedStore
-from ringattn.transport import GroupTransport, Transport
+from ringattn.transport import group as transports
+from ringattn.transport.gloo import group_of
+from ringattn.transport.group import GroupTransport, Transport
 
 
 def all_to_all() -> dict[str, Any]:

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import blocks, reference
 from ringattn import mask as masks
+from ringattn import reference
 from ringattn.kernels import walks, weaving
 from ringattn.kernels.backends import BACKENDS, Eager
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper.work import pieces_of_queries
+from ringattn.layouts import blocks
 from ringattn.mask import Mask
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

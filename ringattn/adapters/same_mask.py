@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..intervals import FAR, Intervals
+from ..masks.intervals import FAR, Intervals
 from ..memo import Memo
 from ..plans import Plan
 

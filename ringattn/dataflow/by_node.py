@@ -1,8 +1,8 @@
 """Keys that cross the network once for each node, by messages, and gradients that are summed before they cross it.
 
-Two exchanges in a row take a group of heads to its kernel (:mod:`ringattn.relay`): one between nodes, into the extended
-shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of messages, so
-that the network and the links of a node move at the same time:
+Two exchanges in a row take a group of heads to its kernel (:mod:`..layouts.relay`): one between nodes, into the
+extended shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of
+messages, so that the network and the links of a node move at the same time:
 
     turn      0       1       2       3       4
     network   g0      g1      g2      g3
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import Block, CompletionCounts
+from ..layouts.relay import Relay
+from ..layouts.schedule import buffer_rows, head_groups
 from ..plans import Plan
-from ..relay import Relay
-from ..schedule import buffer_rows, head_groups
 from ..shape import Shape
-from ..transport import Message
-from ..works import Pending
-from .contract import Call
+from ..transport.group import Message
+from ..transport.pending import Pending
+from .base import Call
 from .gathered import fetched_keys, interleaved
 from .messages import (
     Contributions,
@@ -41,7 +41,7 @@ from .messages import (
     many_runs,
     part_of,
     row_bytes,
-)  # fmt: skip
+)
 from .parts import Part
 
 

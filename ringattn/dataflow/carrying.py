@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import Block, CompletionCounts, Keys
+from ..layouts.relay import Relay
+from ..layouts.schedule import Fetch, buffer_rows
 from ..peer.carry import CarriedPull
-from ..peer.memory import Link
+from ..peer.link import Link
 from ..peer.pull import FetchBuffers, Pattern
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
-from ..relay import Relay
-from ..schedule import Fetch, buffer_rows
 from ..shape import Shape
-from ..transport import Message
+from ..transport.group import Message
+from .base import Call
 from .by_node import network_routes
-from .contract import Call
 from .gathered import gathered_block
 from .messages import many_runs, row_bytes
 from .parts import Part

@@ -6,7 +6,7 @@
         visit.give(contribution)      # travels one step after the shard, is added to on the way, and ends at its owner
     circulation.home                  # the sum of all contributions to this rank's own shard
 
-Which shard is on which rank at which step is decided in :mod:`ringattn.schedule`; nothing here branches on ranks.
+Which shard is on which rank at which step is decided in :mod:`..layouts.schedule`; nothing here branches on ranks.
 
 Memory in addition to the rank's own shard: the shard on this rank and the one arriving, and contributions: the one just
 made, the sum so far that arrives, the last one that leaves, and those that have come home. :func:`moments` counts them.
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..plans import Plan
 from ..shape import Shape
 from ..trace import named
-from ..transport import Message
+from ..transport.group import Message
 from .scratch import piece_elements, walk_bytes
 from .travelling import TravellingShards
 

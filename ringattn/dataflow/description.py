@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..loads import LISTED, Loads, work_of_ranks
+from ..layouts.loads import LISTED, Loads, work_of_ranks
 from ..plans import Plan, Predictions
 from ..shape import Shape
 

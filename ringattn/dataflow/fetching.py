@@ -1,6 +1,6 @@
 """How keys and values arrive in the dataflow "gather", and how their gradients leave: the choice between four ways.
 
-A rank's buffer is a list of :class:`~ringattn.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
+A rank's buffer is a list of :class:`~..layouts.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
 position.
 
                               ranks of one host                  ranks of several hosts
@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..kernels.contract import Block, Keys
-from ..peer.memory import Link
+from ..layouts.schedule import head_groups
+from ..peer.link import Link
 from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..peer.push import GradientBuffers, Push
 from ..plans import Plan
-from ..schedule import head_groups
 from ..trace import named
+from .base import Call
 from .by_node import RelayedGradients, fetch_by_node, routes_between, routes_inside
 from .carrying import Exchange, PushedToCarriers, fetch_carried, pattern_of
-from .contract import Call
 from .gathered import head_waves, relay_of, uses_copy_engines
 from .messages import SentGradients, fetch_by_messages, routes_of
 from .parts import GradientReturn, Part

@@ -7,7 +7,7 @@
 Because the keys lie in the order of their positions, the mask is still one interval per query, and a query's state
 never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query of this rank
 sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys. Documents may be some rows
-apart, so that tiles of keys begin where tiles of queries do (:mod:`ringattn.alignment`).
+apart, so that tiles of keys begin where tiles of queries do (:mod:`ringattn.layouts.alignment`).
 
 Heads are independent, so the work is cut by heads:
 
@@ -18,7 +18,7 @@ Heads are independent, so the work is cut by heads:
   hides its fetch;
 * elsewhere messages fetch, and every group of heads is a wave of its own;
 * on several hosts a key comes to each of them once, by a message, to one of its ranks, and the others take it from
-  there (:mod:`ringattn.relay`), by messages (:mod:`.by_node`) or copy engines (:mod:`.carrying`).
+  there (:mod:`ringattn.layouts.relay`), by messages (:mod:`.by_node`) or copy engines (:mod:`.carrying`).
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
@@ -33,13 +33,13 @@ import torch
 
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
+from ..layouts.schedule import Fetch, buffer_rows, head_groups
 from ..plans import Plan
-from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
 from ..trace import named
+from .base import Call, Dataflow, Gradients, Traffic
 from .by_node import relayed_bytes
 from .carrying import carried_bytes
-from .contract import Call, Dataflow, Gradients, Traffic
 from .description import shortened
 from .fetching import fetch_keys, prepare_fetches, return_gradients
 from .gathered import gathered_block, relay_of, uses_copy_engines

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from .. import blocks
 from ..kernels.contract import Block
+from ..layouts import blocks
+from ..layouts.relay import Relay, relay, relays
+from ..layouts.schedule import buffer_rows, gaps, waves
 from ..plans import Plan
-from ..relay import Relay, relay, relays
-from ..schedule import buffer_rows, gaps, waves
 from ..shape import Shape
 
 

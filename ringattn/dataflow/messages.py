@@ -15,16 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import blocks
 from ..kernels import weaving
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..kernels.upload import upload
+from ..layouts import blocks
+from ..layouts.schedule import Fetch, buffer_rows, head_groups
 from ..plans import Plan
-from ..schedule import Fetch, buffer_rows, head_groups
 from ..shape import Shape
-from ..transport import Message
-from ..works import Pending
-from .contract import Call
+from ..transport.group import Message
+from ..transport.pending import Pending
+from .base import Call
 from .gathered import fetched_keys, gathered_block, interleaved
 from .parts import Part
 from .scratch import piece_elements, walk_bytes

@@ -13,8 +13,8 @@ from ..kernels.contract import Keys, Queries, Result
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
+from .base import Call, Dataflow, Gradients
 from .circulation import Circulation, Contribution, Tensors, add_gradients, moments, scratch_bytes
-from .contract import Call, Dataflow, Gradients
 
 
 class Reduce(Dataflow):

@@ -48,8 +48,8 @@ from ..kernels.delta import begin_backward
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
+from .base import Call, Dataflow, Gradients
 from .circulation import Circulation, Contribution, add_gradients, moments, scratch_bytes
-from .contract import Call, Dataflow, Gradients
 
 
 class Ring(Dataflow):

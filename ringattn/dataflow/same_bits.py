@@ -30,14 +30,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .. import layout as layouts
 from .. import verify
 from ..kernels import long_sums
 from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
+from ..layouts import shards as layouts
+from ..layouts.schedule import waves
 from ..plans import Plan
-from ..schedule import waves
 from ..shape import Shape
-from .contract import Call, Dataflow, Gradients, Traffic
+from .base import Call, Dataflow, Gradients, Traffic
 from .description import shortened
 from .tiles import (
     Stage,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..layouts.schedule import buffer_rows, carried_waves
 from ..plans import Plan
-from ..schedule import buffer_rows, carried_waves
 from ..shape import Shape
 from .gathered import head_waves, relay_of, uses_copy_engines
 

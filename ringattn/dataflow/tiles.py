@@ -22,16 +22,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import blocks
-from .. import layout as layouts
-from ..intervals import Intervals, Mask
 from ..kernels.contract import GRID, Block, flush_period
-from ..layout import Shard
-from ..needs import located, visible_part
+from ..layouts import blocks
+from ..layouts import shards as layouts
+from ..layouts.needs import located, visible_part
+from ..layouts.relay import Relay, relay, relays
+from ..layouts.schedule import Fetch
+from ..layouts.shards import Shard
+from ..masks.intervals import Intervals, Mask
 from ..plans import Plan
-from ..relay import Relay, relay, relays
-from ..schedule import Fetch
-from ..transport import Message
+from ..transport.group import Message
 
 
 class Run(NamedTuple):
@@ -228,7 +228,7 @@ def fetches_of(tiles: Sequence[Tiles]) -> list[list[Fetch]]:
 
 
 def relayed(plan: Plan, tiles: tuple[Tiles, ...]) -> Relay | None:
-    """Return how tokens cross the network once for each node (:mod:`ringattn.relay`), None where nodes do not matter.
+    """Return how tokens cross the network once for each node (:mod:`..layouts.relay`), None where nodes do not matter.
     Its runs are in the order of the tiles', and their rows without the space between."""
 
     def make() -> tuple[Relay, object]:

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import transport as transports
 from ..kernels.paged.contract import E4M3, NEW_TOKENS
-from ..layout import length as shard_length
+from ..layouts.shards import length as shard_length
 from ..operators import as_autocast, autocast_dtype
-from ..planning import costs_of
-from ..planning import plan as make_plan
 from ..plans import Plan
+from ..request import costs_of
+from ..request import plan as make_plan
+from ..transport import group as transports
 from .chunk import Chunk
-from .memory import Memory, TokenShape, existing
 from .pages import Copy, Kind
 from .slots import SLACK, Slots
 from .step import Step
+from .storage import Memory, TokenShape, existing
 
 _T = TypeVar("_T")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, E4M3)

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..kernels.paged.contract import Pool
 from ..kernels.paged.quantize import dequantize, quantize, stored
 from ..kernels.upload import upload
-from .memory import Memory
 from .slots import Placed, Slots
+from .storage import Memory
 from .tokens import Shard
 
 

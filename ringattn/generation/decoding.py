@@ -23,7 +23,7 @@ from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..operators import as_autocast, autocast_dtype, no_autocast
-from ..transport import Transport
+from ..transport.group import Transport
 
 HEADS = ("all", "scattered")
 _SIZES = ("batch", "new", "q_heads", "head_dim")
@@ -167,7 +167,7 @@ def merged(
     state: Tensor, transport: Transport, sink: Tensor | None, dtype: torch.dtype, heads: str, backend: Paged
 ) -> Result:
     """Return ``out`` in ``dtype`` and ``lse`` from this rank's state and those of the others: by the mailbox in one
-    launch, or by an all-gather and :meth:`.Paged.finish`."""
+    launch, or by an all-gather and :meth:`..Paged.finish`."""
     scattered = heads == "scattered"
     if (mailbox := transport.mailbox(state)) is not None:
         return mailbox.merge(state, sink, dtype, scattered)

@@ -24,11 +24,11 @@ from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
 from ..kernels.paged.contract import StepState, tile_size
 from ..kernels.upload import upload
-from ..transport import Transport
+from ..transport.group import Transport
 from .decoding import LayerStep
-from .memory import Memory
 from .pages import NONE
 from .slots import Row, Slots
+from .storage import Memory
 
 Integers = NDArray[np.int32]
 _ADVICE = {

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .memory import KEYS, Link
+from .link import KEYS, Link
 from .pull import FetchBuffers, publish, put_own
 from .watchdog import READY
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..agreement import hash_of
 from . import driver
-from .memory import Link
+from .link import Link
 from .watchdog import Board
 
 
@@ -76,7 +76,7 @@ def connect(
     link, status, near = None, rows[:, 1], ranks.near
     if not status.any():  # all ranks make a link, or none
         try:
-            from .symmetric import SymmetricMemory  # needs a torch with symmetric memory
+            from .symmetric import SymmetricMemory
 
             share = SymmetricMemory(group, device, near, gather, lost)
             link = Link(near.index(ranks.rank), len(near), device, share, board)

@@ -24,7 +24,7 @@ class Mailbox:
     """This rank's mailbox. All ranks make theirs together, once: graphs hold the addresses, so it never moves.
 
     Args:
-        share: as for :class:`.memory.Link`.
+        share: as for :class:`.link.Link`.
         limit: seconds that a rank waits for another.
         shown: address of the board's word for merges, see :mod:`.watchdog`; 0 if nothing watches.
         together: where ranks share a GPU, returns when all of them have called it. A kernel that waits there keeps
@@ -41,7 +41,7 @@ class Mailbox:
         shown: int = 0,
         together: Callable[[], None] | None = None,
     ) -> None:
-        from ..kernels.paged.meet import PROGRAMS, Mailboxes, mailbox_bytes  # needs Triton, as every host with GPUs has
+        from ..kernels.paged.meet import PROGRAMS, Mailboxes, mailbox_bytes
 
         self.memory, addresses, self._keep = share(mailbox_bytes(world_size))
         self._gave_up = torch.zeros(1, dtype=torch.int32).pin_memory()

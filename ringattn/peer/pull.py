@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import OwnKeys, ReadyFlags, tile_edges
+from ..layouts.schedule import Fetch, buffer_rows, gaps, union
 from ..memo import Memo
-from ..schedule import Fetch, buffer_rows, gaps, union
 from . import driver
-from .memory import FLAG_WORDS, KEYS, Link
+from .link import FLAG_WORDS, KEYS, Link
 from .watchdog import READY
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class FetchBuffers:
     Args:
         k, v: those of this rank, (batch, tokens, kv_heads, head_dim or head_dim_v); not kept.
         pattern: what the ranks fetch.
-        waves: the key heads that are in memory at the same time, see :func:`ringattn.schedule.waves`.
+        waves: the key heads that are in memory at the same time, see :func:`ringattn.layouts.schedule.waves`.
 
     Attributes:
         own: first key in the buffer, first token and length of every run of this rank's own tokens.
@@ -111,7 +111,7 @@ class FetchBuffers:
         pattern: Pattern,
         waves: Sequence[slice],
     ) -> None:
-        from .pack_rows import run_table  # needs Triton, which every host with GPUs has
+        from .pack_rows import run_table
 
         rank = link.rank
         self.runs, self.lengths, self.waves = pattern.fetches[rank], pattern.lengths, waves
@@ -237,7 +237,7 @@ def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
-    from .pack_rows import pack_rows  # needs Triton
+    from .pack_rows import pack_rows
 
     pack_rows(k, v, into, runs)
 

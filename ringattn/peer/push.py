@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import CompletionCounts
+from ..layouts.schedule import Fetch, buffer_rows
 from ..memo import Memo
-from ..schedule import Fetch, buffer_rows
 from . import driver
-from .memory import GRADIENTS, Link
+from .link import GRADIENTS, Link
 from .pull import Pattern
 from .watchdog import FREE, LANDED
 
@@ -118,7 +118,7 @@ class GradientBuffers:
 
     def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> SumTable:
         """Return the pieces that this rank sums, in the order of ranks."""
-        from .sum_runs import Piece, sum_table  # needs Triton, which every host with GPUs has
+        from .sum_runs import Piece, sum_table
 
         pieces = []
         for sender, runs in enumerate(fetches):
@@ -253,7 +253,7 @@ class Push:
 
     def sum_into(self, wave: int, dk: Tensor, dv: Tensor) -> None:
         """Wait for the contributions of all ranks to a wave and sum them into tensors of this rank's shard."""
-        from .sum_runs import sum_runs  # needs Triton
+        from .sum_runs import sum_runs
 
         link, targets, main = self.link, self.targets, self.main
         link.wait_for(main, LANDED, self.epoch)

@@ -7,7 +7,7 @@ torch, only the standard library. It starts with the first link or NCCL group an
 parent.
 
 A board is a page that all ranks of one host see, with a row per rank: the host writes its process, state and calls; the
-GPU's streams write what they have signalled and what they wait for (:mod:`.memory`, :class:`ringattn.transport`).
+GPU's streams write what they have signalled and what they wait for (:mod:`.link`, :class:`ringattn.transport.group`).
 
 * Copy engines: a rank that has signalled epoch n waits for epoch n of the others; their rows show which are late.
 * Mailboxes: the same for the number of a merge, which the kernel writes (:mod:`ringattn.kernels.paged.meet`).
@@ -86,7 +86,7 @@ def _stat(process: int) -> tuple[str, int]:
 
 
 class CallMark(NamedTuple):
-    """A call that a rank has begun, as the others see it (:mod:`ringattn.lockstep`).
+    """A call that a rank has begun, as the others see it (:mod:`ringattn.transport.lockstep`).
 
     Args:
         number: of the call, from 1.

@@ -1,1 +1,1 @@
-"""Predictions of the time and memory of attention, before it runs."""
+"""Predictions of the time and the memory of a step."""

@@ -1,7 +1,7 @@
 """Time of one layer's attention by dataflow, forward and backward: what ``dataflow="auto"`` and the planner compare.
 
 A plan knows tokens, ranks and masks, but not heads, dtype or batch, so ``dataflow="auto"`` is decided for the
-:class:`.shape.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model, with the
+:class:`..shape.Shape` of its defaults: 32 query heads, 8 key heads, head dim 128, 2 bytes, one row. The model, with the
 constants of :class:`.cost.Costs`:
 
 * the attention of a step takes ``floating-point operations / rate``, plus ``kernel_ms`` per kernel;
@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cost import LINKS, Costs
-from ..schedule import Schedule, carried_waves, head_groups, waves
+from ..layouts.schedule import Schedule, carried_waves, head_groups, waves
 from ..shape import Shape
+from .cost import LINKS, Costs
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]  # one for every rank, or for any two
 

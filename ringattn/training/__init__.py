@@ -2,6 +2,6 @@
 
 from .by_heads import by_heads as by_heads
 from .by_tokens import by_tokens as by_tokens
-from .host_memory import HostMemory as HostMemory
+from .offload import HostMemory as HostMemory
 from .recompute import Recompute as Recompute
 from .recompute import recompute as recompute

@@ -1,7 +1,7 @@
 """AttentionResults: ``out``, ``lse`` and largest scores of a layer's attention, kept for the layer when it is computed
 again, and the results of its matrix products, where memory is left.
 
-torch's selective checkpointing keeps results of operators on the GPU only. Here they wait where :class:`.HostMemory`
+torch's selective checkpointing keeps results of operators on the GPU only. Here they wait where :class:`..HostMemory`
 puts them, and a part of a layer that is computed again by itself (:mod:`.parts`) has them, too.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .host_memory import HostMemory, Waiting
+from .offload import HostMemory, Waiting
 
 _local = threading.local()  # .active: the innermost results of this thread
 

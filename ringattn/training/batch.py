@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..agreement import Disagreement
-from ..intervals import Intervals, Mask
+from ..masks.intervals import Intervals, Mask
 from ..memo import Memo
-from ..transport import Transport
+from ..transport.group import Transport
 
 IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entropy
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import lockstep
-from .. import transport as transports
 from ..agreement import Value
+from ..transport import group as transports
+from ..transport import lockstep
 from .batch import IGNORE
 
 _WRAPPERS = ("averages", "sums")

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from .attention_results import AttentionResults
-from .host_memory import HostMemory, Waiting
+from .offload import HostMemory, Waiting
 from .parts import surroundings
 
 

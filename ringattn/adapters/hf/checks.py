@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ... import layout as layouts
+from ...layouts import shards as layouts
 from ...plans import Plan
 from ...training import batch as batches
 from ...training import loss as losses

@@ -37,8 +37,8 @@ def reduce_memory(
         loss_chunk: logits and loss of this many tokens at a time; the model then returns no logits. 0: all.
 
     Raises:
-        TypeError, ValueError: see :func:`.by_tokens.by_tokens`, :func:`.by_heads.by_heads`,
-            :func:`.recompute.recompute`; or the model has no list of layers.
+        TypeError, ValueError: see :func:`ringattn.training.by_tokens`, :func:`ringattn.training.by_heads`,
+            :func:`ringattn.training.recompute`; or the model has no list of layers.
     """
     if how is not None and not isinstance(how, Recompute):
         raise TypeError(f"how is {how!r}; pass what layers keep, as Recompute(), or None")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import mask as masks
-from ... import transport as transports
-from ...planning import plan as make_plan
 from ...plans import Plan
+from ...request import plan as make_plan
 from ...training import batch as batches
+from ...transport import group as transports
 from . import checks, images, spans
 from .active import SEQUENCES
 from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss

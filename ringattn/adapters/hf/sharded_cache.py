@@ -25,8 +25,8 @@ from ...functional import attention
 from ...generation import KVCache, Step, decode
 from ...kernels.paged.contract import NEW_TOKENS
 from ...plans import Plan
-from ...transport import Transport
-from ...transport import of as transport_of
+from ...transport.group import Transport
+from ...transport.group import of as transport_of
 from . import checks
 from .models import Kind, entry, unwrapped, watched
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 
 from ... import mask as masks
-from ...mask import Mask
+from ...masks.intervals import Mask
 from ...plans import Plan
 from ...training import batch as batches
 from .models import Kind

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import transport as transports
 from ...training import batch as batches
 from ...training import loss as losses
+from ...transport import group as transports
 from ...virtual import VirtualRank
 from .checks import version
 from .models import shifts, unwrapped

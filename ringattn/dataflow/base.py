@@ -1,0 +1,177 @@
+"""The interface of a dataflow: how it runs, and what it predicts for a plan.
+
+A dataflow is one class in one file, registered by one line in :data:`ringattn.dataflow.DATAFLOWS`. It moves tensors
+with ``plan.transport`` and computes with ``call.backend``; it never looks at positions or masks, because ``plan.block``
+says which keys of one rank the queries of another see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import verify
+from ..kernels.backends import Backend
+from ..kernels.contract import Block, Outputs, Queries, Result, Score, accumulation_dtype
+from ..kernels.delta import row_delta
+from ..layouts.schedule import Schedule
+from ..partial import Partial
+from ..plans import Plan
+from ..shape import Shape
+from .description import describe
+from .travelling import TravellingShards
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One attention call on this rank. Shapes: :mod:`ringattn.kernels.contract`.
+
+    Args:
+        q, k, v: this rank's shards.
+        plan: which rank holds and needs what.
+        score: how scores are made; its sink joins the softmax once.
+        backend: the kernels that compute.
+        outputs: in a backward, see :meth:`Dataflow.begin_backward`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    plan: Plan
+    score: Score
+    backend: Backend
+    outputs: Outputs | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the call, which predictions are made for."""
+        q, k, v = self.q, self.k, self.v
+        return Shape(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size())
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The dtype of partial states and gradients."""
+        return accumulation_dtype(self.q)
+
+    def q_heads(self, heads: slice) -> slice:
+        """Return the query heads that read these key heads."""
+        group = self.q.shape[2] // self.k.shape[2]
+        return slice(heads.start * group, heads.stop * group)
+
+    def block(self, q_rank: int, k_rank: int) -> Block:
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see."""
+        return self.plan.block(q_rank, k_rank)
+
+    def no_keys(self) -> Result:
+        """Return the result of queries that meet no key: zeros, and -inf or the sink."""
+        state = Partial.empty_like(self.q, self.v)
+        out, lse = (state if self.score.sink is None else state.add_sink(self.score.sink)).finalize()
+        return Result(out.to(self.q.dtype), lse)
+
+
+class Gradients(NamedTuple):
+    """Gradients of this rank's shards, complete, in the accumulation dtype or that of the inputs."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Traffic(NamedTuple):
+    """The tokens that a rank sends to each rank: of shards that travel, and of contributions to them."""
+
+    shards: list[int]
+    contributions: list[int]
+
+    @classmethod
+    def nothing(cls, world_size: int) -> Traffic:
+        return cls([0] * world_size, [0] * world_size)
+
+
+class Dataflow:
+    """How the shards of a plan meet. A subclass must define the first three methods. The defaults of the others are for
+    shards that travel from rank to rank (:mod:`.travelling`): keys and values, or with ``moves_queries`` queries."""
+
+    moves_queries = False
+    kernels_fill_delta = False  # the first kernel of a backward computes delta and writes dq
+    summary = "keys and values travel"
+
+    def forward(self, call: Call) -> Result:
+        """Return ``(out, lse)`` of this rank's queries."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward()")
+
+    def begin_backward(self, call: Call, dout: Tensor, result: Result, dlse: Tensor | None = None) -> Queries:
+        """Return what :meth:`backward` takes. With ``kernels_fill_delta`` delta is uninitialized memory, and so may dq
+        be: the first call of the backend for these queries gets ``call.outputs``, which this sets, and fills both."""
+        out, lse = result
+        if not self.kernels_fill_delta:
+            return Queries(call.q, dout, lse, row_delta(out, dout, dlse))
+        call.outputs = Outputs(out, dlse)
+        return Queries(call.q, dout, lse, torch.empty_like(lse, memory_format=torch.contiguous_format))
+
+    def backward(self, call: Call, queries: Queries) -> Gradients:
+        """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
+        raise NotImplementedError(f"{type(self).__name__} must define backward()")
+
+    def kept_bytes(self, plan: Plan, shape: Shape) -> int:
+        """Return the part of :meth:`memory_bytes` of a backward that stays allocated between calls."""
+        return 0
+
+    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
+        """Return the predicted peak of bytes on the plan's rank in addition to inputs and results; in the backward
+        inputs are also out, lse and dout, and results are the gradients in the dtype of the inputs."""
+        raise NotImplementedError(f"{type(self).__name__} must define memory_bytes()")
+
+    # What is computed
+
+    def schedule(self, needs: tuple[tuple[bool, ...], ...], local_size: int) -> Schedule:
+        """Return the walk of the shards that travel. ``needs[r][o]``: queries of rank r see keys of rank o."""
+        return Schedule(len(needs), tuple(zip(*needs, strict=True)) if self.moves_queries else needs, local_size)
+
+    def prepare(self, plan: Plan) -> None:
+        """Make the blocks of the plan's rank, before they are needed."""
+        list(TravellingShards(plan, self.moves_queries).own_blocks())  # the plan keeps them
+
+    def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
+        """Yield everything that is computed: the rank whose queries they are, and the block."""
+        return TravellingShards(plan, self.moves_queries).blocks()
+
+    def verify(self, plan: Plan) -> None:
+        """Prove the plan, see :mod:`ringattn.verify`: the schedule of the shards that travel, and what is computed.
+
+        Raises:
+            AssertionError: with what is wrong and where.
+        """
+        verify.check_schedule(plan.schedule)
+        verify.check_coverage(plan, self.blocks(plan))
+
+    def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
+        """Return sums over the rows of x, (batch, heads, queries of this rank) -> (heads,), that ranks' callers add."""
+        return x.sum((0, 2))
+
+    # What moves
+
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        """Return the tokens that a rank sends to each rank in one traversal."""
+        return Traffic(*TravellingShards(plan, self.moves_queries).traffic(rank))
+
+    def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
+        """Return the bytes of one token of (a shard that travels, a contribution to it)."""
+        return shape.kv_elements * shape.itemsize, shape.kv_elements * shape.state_itemsize * backward
+
+    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> list[int]:
+        """Return the bytes that ``rank`` sends to each rank in one forward or backward."""
+        shard, contribution = self.token_bytes(shape, backward)
+        return [shape.batch * (a * shard + b * contribution) for a, b in zip(*self.traffic(plan, rank), strict=True)]
+
+    def meetings(self, plan: Plan) -> list[str]:
+        """Return lines that say which ranks' shards meet when."""
+        return TravellingShards(plan, self.moves_queries).meetings()
+
+    def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
+        """Return the text of :meth:`ringattn.plans.Plan.describe`."""
+        return describe(self, plan, shape, tflops, gigabytes_per_second)

@@ -1,0 +1,1 @@
+"""Attention over tokens that lie in host memory."""

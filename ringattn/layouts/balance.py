@@ -1,0 +1,422 @@
+"""The layout "balanced": equal tokens and equal work on every rank for any mask, and few keys to fetch.
+
+Method: peel the row from two ends. Parts of the row that see nothing of each other (documents) are sorted by work per
+token. Rank after rank takes the tail of the heaviest part that is left and fills up with the lightest parts, whole, in
+the proportion that makes both its tokens and its work one Nth:
+
+    lightest [doc][doc][document] ... [document][a long document][the longest document] heaviest
+             |<- n - t tokens ->|                                           |<- t ->|
+
+A causal document has its most expensive queries at its end, so that tails cut it into as few pieces as balance allows,
+and each piece fetches only what is before it. Such a t always exists: with t = 0 a rank would have too little work,
+with t = n too much, and what is left keeps the mean. One causal document becomes a zigzag, a full mask or a window
+contiguous runs. The row is peeled for hosts first; then the share of each host is peeled for its ranks.
+
+Kernels compute tiles of queries, from the beginning of each run, and a last tile that is not full costs all the keys of
+its document. So long documents are cut at whole tiles, counted from their end; the tokens before the first whole one
+go with the document before. With whole tiles no t matches the mean exactly. Of the choices (:class:`_Choice`) that come
+near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
+
+Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`). Documents whose
+tokens all see each other are not peeled, but halved (:mod:`.halving`).
+
+All arithmetic is in integers, so that every rank finds the same shards without a message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from ..masks.intervals import Mask
+from ..masks.pairs import Work
+from .documents import LONG, TILE, Documents, joined
+from .halving import halve
+from .redivision import redivide
+
+GROUP = 1024  # neighbouring documents are kept together up to this many tokens, for few runs per rank
+FLAT = 1000  # work that differs from the mean by less than the mean over this is equal
+UNEVEN = 100  # the same for parts that need not be taken block by block
+NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
+FAR = 130  # no rank has more than the mean by more than the mean over this
+EVEN = 12  # the same for tiles, per mille
+FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the square of uneven tiles, per mille
+REACH = 4  # light parts to choose from: this many times the tokens of a rank
+DEEP = 16  # heavy parts to choose from
+WIDE = 4  # how far to look where tiles are uneven ...
+MANY = 10  # ... and a rank has no more parts than these, or no choice is near enough
+FEW = 12  # choices with the nearest numbers of pairs, whose tiles are counted
+
+
+def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
+    """Return the pieces of every rank, in any order, with equal tokens (within one) and nearly equal visible pairs."""
+    work = Work.of_mask(mask)
+    group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
+    cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
+    ranks = [b - a for a, b in itertools.pairwise(cuts)]
+    hosts = [ranks[i : i + local_size] for i in range(0, world_size, local_size)]
+    if work.full and len(work.cuts) > 2:
+        most = work.total * (FAR + 1) // (FAR * world_size)
+        return halve(work, _parts(work.cuts, group, mask.seq_len + 1), ranks, local_size, most)
+    shares = [_parts(work.cuts, group, LONG)]
+    if len(hosts) > 1:
+        whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
+        shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
+    shards = [shard for share, host in zip(shares, hosts, strict=True) for shard in _Row(work, share).divide(host)]
+    return shards[::-1]  # the first pieces come from the end of a row that is one document
+
+
+def _parts(cuts: Sequence[int], size: int, long: int) -> list[range]:
+    """Return the parts between cuts, those of less than ``size`` tokens together with their neighbours. Those of
+    ``long`` tokens begin whole tiles before their end."""
+    begins = [a + (b - a) % TILE * (b - a >= long and a > cuts[0]) for a, b in itertools.pairwise(cuts)]
+    parts, begin = [], cuts[0]
+    for a, b in itertools.pairwise([*begins, cuts[-1]]):
+        if b - begin > size and begin < a:
+            parts.append(range(begin, a))
+            begin = a
+        if b - begin >= size:
+            parts.append(range(begin, b))
+            begin = b
+    return [*parts, range(begin, cuts[-1])] if begin < cuts[-1] else parts
+
+
+def _cut(cuts: Sequence[int], pieces: list[range], size: int) -> list[range]:
+    """Return the parts of a host's pieces."""
+    parts = []
+    for run in joined(pieces):
+        inside = cuts[bisect_right(cuts, run.start) : bisect_left(cuts, run.stop)]
+        parts += _parts([run.start, *inside, run.stop], size, LONG)
+    return parts
+
+
+class _Part(NamedTuple):
+    """A run of neighbouring positions; sorted by the first field.
+
+    Attributes:
+        density: pairs per 1024 tokens.
+        pairs, tiles: visible pairs, and 128ths of tiles that a kernel computes; those of other masks than causal
+            documents are an estimate.
+        first, last: pairs of its first and of its most expensive query.
+    """
+
+    density: int
+    start: int
+    stop: int
+    pairs: int
+    tiles: int
+    first: int
+    last: int
+
+
+class _End:
+    """The parts at one end of a row, and sums of what is in them: ``tokens[i]`` in the first i of them."""
+
+    def __init__(self, row: _Row, parts: Iterable[_Part], limit: int, tail: bool) -> None:
+        self.row, self.tail = row, tail
+        self.parts: list[_Part] = []
+        self.tokens = [0]
+        total = 0
+        for part in parts:
+            if total >= limit:
+                break
+            self.parts.append(part)
+            total += part.stop - part.start
+            self.tokens.append(total)
+        self.pairs = [0, *itertools.accumulate(part.pairs for part in self.parts)]
+        self.tiles = [0, *itertools.accumulate(part.tiles for part in self.parts)]
+
+    def count(self, tokens: int) -> int:
+        """Return how many parts the first ``tokens`` tokens touch."""
+        return bisect_left(self.tokens, tokens)
+
+    def piece(self, index: int, tokens: int) -> range:
+        """Return the first ``tokens`` tokens of a part, seen from this end."""
+        _, start, stop, *_ = self.parts[index]
+        return range(max(start, stop - tokens), stop) if self.tail else range(start, min(stop, start + tokens))
+
+    def pairs_of(self, tokens: int, skip: int = 0) -> int:
+        """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
+        past = self.tokens[skip] + tokens
+        last = bisect_left(self.tokens, past) - 1
+        if last < skip:
+            return 0
+        if past == self.tokens[last + 1]:
+            return self.pairs[last + 1] - self.pairs[skip]
+        return self.pairs[last] - self.pairs[skip] + self.row.work.of(self.piece(last, past - self.tokens[last]))
+
+    def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
+        """Return the tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched because
+        the last part is cut."""
+        if not tokens:
+            return 0, 0
+        past = self.tokens[skip] + tokens
+        last = self.count(past) - 1
+        if past == self.tokens[last + 1]:
+            return self.tiles[last + 1] - self.tiles[skip], 0
+        piece = self.row._part(self.piece(last, past - self.tokens[last]))
+        fetched = piece.first if self.tail else piece.stop - piece.start
+        return self.tiles[last] - self.tiles[skip] + piece.tiles, fetched
+
+    def take(self, tokens: int, skip: int = 0) -> list[tuple[_Part, range]]:
+        """Return the pieces that make up ``tokens`` tokens after the first ``skip`` parts, and their parts."""
+        past = self.tokens[skip] + tokens
+        return [(self.parts[i], self.piece(i, past - self.tokens[i])) for i in range(skip, self.count(past))]
+
+
+class _Row:
+    """What is left of a row, sorted by work per token."""
+
+    def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
+        """``ranks``: that share what is peeled."""
+        self.work, self.ranks, self.blocks = work, ranks, False
+        self.documents = Documents(work.cuts, TILE if ranks == 1 else 1)
+        self.parts = sorted(map(self._part, parts))
+        self.pairs_left = sum(part.pairs for part in self.parts)
+        self.tiles_left = sum(part.tiles for part in self.parts)
+
+    def _part(self, run: range) -> _Part:
+        work, start, stop = self.work, run.start, run.stop
+        pairs, first, last = work.about(run)
+        document = bisect_right(work.cuts, start)
+        past = work.cuts[document]
+        if past < stop and past - work.cuts[document - 1] >= LONG:
+            last = max(last, work.at(past - 1))
+        if work.causal:
+            tiles = TILE * self.documents.tiles(run)
+        else:
+            count = -(-len(run) // TILE)
+            # The last tile is not full, or a tile begins in one document and ends in another.
+            waste = last * (count * TILE - len(run)) // TILE if past >= stop else TILE * count * work.rows
+            tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
+        return _Part(pairs * 1024 // len(run), start, stop, pairs, tiles, first, last)
+
+    def end(self, start: int) -> int:
+        """Return where the document of a position ends."""
+        return self.work.cuts[bisect_right(self.work.cuts, start)]
+
+    def divide(self, shares: Sequence[int]) -> list[list[range]]:
+        """Return pieces of as many tokens as each share has, and of equal work."""
+        self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
+        shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
+        return redivide(self.documents, shards, self.max_pairs) if self.work.causal else shards
+
+    def peel(self, tokens: int, ranks: int) -> list[range]:
+        """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
+        if ranks == 1:
+            return [range(part.start, part.stop) for part in self.parts]
+        target = self.pairs_left // ranks
+        heavy = _End(self, reversed(self.parts), tokens, True)
+        light = _End(self, self.parts, REACH * tokens, False)
+        near = target // UNEVEN
+        if not self.blocks and not light.pairs_of(tokens) - near <= target <= heavy.pairs_of(tokens) + near:
+            # The work inside the parts rises and falls, as in rows of a batch that differ: take it block by block.
+            self.blocks = True
+            size = max(1, min(GROUP, tokens // 16))
+            blocks = [range(i, min(i + size, p.stop)) for p in self.parts for i in range(p.start, p.stop, size)]
+            self.parts = sorted(map(self._part, blocks))
+            self.tiles_left = sum(part.tiles for part in self.parts)
+            return self.peel(tokens, ranks)
+        pieces = _Search(self, heavy, light, tokens, ranks).best()
+        self._remove(pieces)
+        return [piece for _, piece in pieces]
+
+    def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
+        left: dict[_Part, list[range]] = {}
+        for part, piece in pieces:
+            if len(piece) == part.stop - part.start:
+                left[part] = []
+                continue
+            rests = left.get(part, [range(part.start, part.stop)])
+            halves = [
+                (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
+            ]
+            left[part] = [rest for rest in itertools.chain(*halves) if rest]
+        for part, rests in left.items():
+            del self.parts[bisect_left(self.parts, part)]
+            self.pairs_left -= part.pairs
+            self.tiles_left -= part.tiles
+            for rest in map(self._part, rests):
+                insort(self.parts, rest)
+                self.pairs_left += rest.pairs
+                self.tiles_left += rest.tiles
+
+
+class _Choice(NamedTuple):
+    """Tokens of a rank: the first ``heavy`` ones of the heaviest parts and ``light`` ones of the lightest, ``window``
+    ones after the ``skip`` lightest parts, and a piece ``lower`` of some part ``of``."""
+
+    heavy: int
+    light: int
+    skip: int = 0
+    window: int = 0
+    lower: range = range(0)
+    of: _Part | None = None
+
+
+class _Cost(NamedTuple):
+    """The cost of a choice; sorted by the first field, the sum of the others.
+
+    ``uneven``: the difference of its tiles from the mean, per mille; ``fetched``: keys to fetch because of cuts, per
+    mille of the tokens.
+    """
+
+    total: int
+    uneven: int
+    fetched: int
+    choice: _Choice
+
+
+class _Search:
+    """A search for the pieces of one rank."""
+
+    def __init__(self, row: _Row, heavy: _End, light: _End, tokens: int, ranks: int) -> None:
+        self.row, self.heavy, self.light, self.tokens, self.ranks = row, heavy, light, tokens, ranks
+        self.pairs, self.tiles = row.pairs_left // ranks, row.tiles_left // ranks
+
+    def best(self) -> list[tuple[_Part, range]]:
+        """Return the best pieces, and their parts."""
+        heavy, light, tokens, target = self.heavy, self.light, self.tokens, self.pairs
+        if abs(heavy.pairs_of(tokens) - target) <= target // FLAT:
+            return heavy.take(tokens)
+        low, high = 0, tokens
+        while high - low > tokens >> 11:  # more precisely than by pairs that choices differ by anyway
+            t = (low + high) // 2
+            if heavy.pairs_of(t) + light.pairs_of(tokens - t) < target:
+                low = t + 1
+            else:
+                high = t
+        best: _Cost | None = None
+        many = light.count(tokens - low) > MANY
+        plain = many and 4 * heavy.parts[0].last < tokens * self.row.work.rows
+        limit_above = self.row.max_pairs - target  # so that neither this rank nor those to come have more
+        limit_below = (self.ranks - 1) * (target - self.row.max_pairs)
+        for wide in (1, WIDE):
+            choices = [
+                (abs(away), x) for away, x in self._choices(low, wide, plain) if limit_below <= away <= limit_above
+            ]
+            choices.sort(key=itemgetter(0))
+            near = NEAR * self.row.ranks
+            limit = target // near if choices and choices[0][0] * near <= target else target
+            few = FEW // 2 if plain else wide * FEW
+            costs = [self._cost(x) for away, x in choices[:few] if away <= limit]
+            best = min(costs, key=itemgetter(0), default=best)
+            if best and (many or best.uneven <= EVEN):
+                break
+        return self._take(best.choice if best else _Choice(low, tokens - low))
+
+    def _choices(self, low: int, wide: int, plain: bool) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices and by how many pairs they differ from the mean.
+
+        Args:
+            low: the number of heavy tokens that matches exactly.
+            wide: how far to look.
+            plain: whether a rank has many parts and none is long, so that fewer choices will do.
+        """
+        heavy, tokens = self.heavy, self.tokens
+        cut = heavy.count(low) - 1
+        if cut < 0:
+            yield from self._fills(0, wide)
+            return
+        part, before = heavy.parts[cut], heavy.tokens[cut]
+        end = min(part.stop, self.row.end(part.start))
+        tile = TILE if end - part.start >= TILE and part.last >= LONG and tokens >= 16 * TILE else 1
+        whole = (end - part.start) // tile * tile  # tiles are counted from the end of the document
+        up = (end - (part.stop - (low - before))) // tile * tile  # nearest numbers of whole tiles
+        lengths = {before}
+        for inside in range(up - (wide - 1) * tile, up + tile + 1, tile):
+            t = before + inside + part.stop - end
+            if 0 <= inside <= whole and t <= tokens:
+                lengths.add(t)
+        if heavy.tokens[cut + 1] <= tokens:
+            lengths.add(heavy.tokens[cut + 1])
+        for t in sorted(lengths, key=lambda t: (abs(t - low), t))[: 2 if plain else 4]:
+            yield from self._fills(t, 0 if plain else wide)
+        if tile > 1 and not plain:
+            for inside in range(up + tile, up + (wide + 1) * tile + 1, tile):
+                t = before + inside + part.stop - end
+                if 0 <= inside <= whole and t <= tokens:
+                    yield from self._splits(t, cut, inside // tile)
+
+    def _fills(self, t: int, wide: int) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices of t heavy tokens, with lighter parts of about the right work, whole."""
+        light, want = self.light, self.tokens - t
+        target = self.pairs - self.heavy.pairs_of(t)
+        yield light.pairs_of(want) - target, _Choice(t, want)
+        limit = min(len(light.parts), len(self.row.parts) - self.heavy.count(t))
+        last_skip = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
+        if not want or last_skip <= 0:
+            return
+        low, high = 0, last_skip
+        while low < high:
+            skip = (low + high) // 2
+            if light.pairs_of(want, skip) < target:
+                low = skip + 1
+            else:
+                high = skip
+        for skip in range(max(1, low - wide), min(last_skip, low + wide) + 1):
+            yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
+            last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
+            window = light.tokens[last] - light.tokens[skip]
+            if 0 < want - window <= light.tokens[skip]:  # the lightest parts, too, instead of a piece of a heavier one
+                away = light.pairs[last] - light.pairs[skip] + light.pairs_of(want - window) - target
+                yield away, _Choice(t, want - window, skip, window)
+
+    def _splits(self, t: int, cut: int, tiles: int) -> Iterator[tuple[int, _Choice]]:
+        """Yield choices of t heavy tokens, of which some whole tiles are taken from lighter parts."""
+        heavy, work, parts = self.heavy, self.row.work, self.row.parts
+        light = self.tokens - t
+        rest = self.pairs - self.light.pairs_of(light)
+        last = len(parts) - 1 - cut
+        first = max(self.light.count(light), last - DEEP)
+        near = self.pairs // NEAR
+        for count in {max(1, tiles // 2), 1, max(1, tiles // 4)}:
+            below = count * TILE
+            need = rest - heavy.pairs_of(t - below)
+            yielded = 0
+            for index in range(last, first - 1, -1):
+                part = parts[index]
+                if yielded == 2 or not part.first * below - near <= need <= part.last * below + near:
+                    continue
+                yielded += 1
+                top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
+                low, high = 0, (top - part.start) // TILE
+                if high < 0:
+                    continue
+                while low < high:
+                    down = (low + high) // 2
+                    begin = top - down * TILE
+                    if work.of(range(begin, begin + below)) > need:
+                        low = down + 1
+                    else:
+                        high = down
+                begin = top - low * TILE
+                lower = range(begin, begin + below)
+                yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
+
+    def _cost(self, choice: _Choice) -> _Cost:
+        """Return the cost of a choice, from the sums of whole parts."""
+        t, light, skip, window, lower, part = choice
+        amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
+        tiles, fetched = map(sum, zip(*amounts, strict=True))
+        if part:
+            piece = self.row._part(lower)
+            tiles += piece.tiles
+            cut = self.heavy.count(t + 1) - 1
+            if cut < len(self.heavy.parts) and self.heavy.parts[cut] == part:
+                fetched = max(fetched, piece.first)
+            else:
+                fetched += piece.first + part.last
+        return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
+
+    def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
+        uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
+        return _Cost(uneven * uneven + FETCH * self.row.ranks * fetched, uneven, fetched, choice)
+
+    def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
+        t, light, skip, window, lower, part = choice
+        pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
+        return [*pieces, (part, lower)] if part else pieces

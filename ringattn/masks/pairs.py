@@ -1,0 +1,161 @@
+"""Work: how many keys each query sees, summed over the rows of a mask, as a function of the position.
+
+Between neighbouring *edges* (the first queries of pieces, and where a bound of a mask begins or ceases to matter) that
+number is linear, so the work of any run of queries is the difference of two values of a sum of squares. Everything here
+is exact, in integers, in time O(pieces log pieces) and whatever the length of the sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..memo import Memo
+from .intervals import Mask
+
+
+class Work:
+    """The visible pairs of a mask by position.
+
+    Attributes:
+        total: visible pairs of all queries.
+        rows: of the mask.
+        cuts: positions, from 0 to seq_len, that divide the row into parts which see nothing of each other: documents.
+            Where queries and keys are not the same positions, there is one part.
+        causal: each query sees as many keys as there are up to it in its part, in the only row.
+        full: each query sees all keys of its part, in the only row.
+    """
+
+    @classmethod
+    def of_mask(cls, mask: Mask) -> Work:
+        """Return the work of a mask, made once for equal masks."""
+        return _works.once(mask.digest(), lambda: cls(mask))
+
+    def __init__(self, mask: Mask) -> None:
+        with torch.device("cpu"):
+            edges = mask.edges()
+            past = torch.cat([edges[1:], edges.new_tensor([mask.seq_len])])
+            at_first, at_last = torch.zeros_like(edges), torch.zeros_like(edges)
+            # The first key that queries from each edge on see, and past the last that queries before each edge do.
+            lowest, highest = torch.full_like(edges, mask.seq_len), torch.zeros_like(edges)
+            for member in mask.members:
+                start, end = (x.long() for x in member.intervals(edges))
+                last_start, last_end = (x.long() for x in member.intervals((past - 1).clamp(min=0)))
+                at_first += (end - start).sum(0)
+                at_last += (last_end - last_start).sum(0)
+                some = (end > start) | (last_end > last_start)
+                lowest = torch.minimum(lowest, torch.where(some, start, mask.seq_len).amin(0))
+                highest = torch.maximum(highest, torch.where(some, last_end, 0).amax(0))
+            steps = (past - edges - 1).clamp(min=1)
+            sums = (past - edges) * (at_first + at_last) // 2
+            apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
+                highest.cummax(0).values[:-1] <= edges[1:]
+            )
+            slopes = (at_last - at_first) // steps
+            self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
+            begins = torch.cat([edges.new_zeros(1), edges[1:][apart]])
+            ends = torch.cat([begins[1:], begins.new_tensor([mask.seq_len])])
+            part = torch.searchsorted(begins, edges, right=True) - 1
+            begins, ends = begins[part], ends[part]
+            one = mask.rows == 1 and mask.offset == 0
+            self.causal = one and bool((at_first == edges - begins + 1).all() and (at_last == past - begins).all())
+            self.full = one and bool((at_first == ends - begins).all() and (at_last == ends - begins).all())
+            cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
+        self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
+        self._first: list[int] = at_first.tolist()
+        self._slope: list[int] = slopes.tolist()
+        self._sums = [0, *itertools.accumulate(sums.tolist())]
+        self.total = self._sums[-1]
+        self.rows = mask.rows
+        self.cuts = cuts if mask.seq_len else [0]
+
+    def before(self, position: int) -> int:
+        """Return the visible pairs of all queries before ``position``."""
+        k = bisect_right(self._edges, position) - 1
+        n = position - self._edges[k]
+        return self._sums[k] + n * self._first[k] + self._slope[k] * (n * (n - 1) // 2)
+
+    def before_all(self, positions: Tensor) -> Tensor:
+        """Return the visible pairs of all queries before each position, int64."""
+        edges, first, slope, sums = self._tables
+        k = torch.searchsorted(edges, positions, right=True) - 1
+        n = positions - edges[k]
+        return sums[k] + n * first[k] + slope[k] * (n * (n - 1) // 2)
+
+    def at(self, position: int) -> int:
+        """Return the visible pairs of a query."""
+        k = bisect_right(self._edges, position) - 1
+        return self._first[k] + self._slope[k] * (position - self._edges[k])
+
+    def about(self, run: range) -> tuple[int, int, int]:
+        """Return the visible pairs of a run of neighbouring queries, of its first query and of its last."""
+        start, last = run.start, run.stop - 1
+        k = bisect_right(self._edges, start) - 1
+        n, slope = start - self._edges[k], self._slope[k]
+        first = self._first[k] + slope * n
+        if last < self._edges[k + 1]:
+            more = last - start
+            return (more + 1) * first + slope * (more * (more + 1) // 2), first, first + slope * more
+        return self.before(run.stop) - self.before(start), first, self.at(last)
+
+    def of(self, run: range) -> int:
+        """Return the visible pairs of a run of neighbouring queries."""
+        start, stop = run.start, run.stop
+        k = bisect_right(self._edges, start) - 1
+        if stop <= self._edges[k + 1]:
+            n, slope = stop - start, self._slope[k]
+            return n * (self._first[k] + slope * (start - self._edges[k])) + slope * (n * (n - 1) // 2)
+        return self.before(stop) - self.before(start)
+
+
+_works: Memo[Work] = Memo(8)
+
+
+def estimate_pairs(
+    mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]
+) -> list[list[float]]:
+    """Return about how many (query, key) pairs of any two ranks are visible, from a sample of each rank's queries, on
+    average over the mask's rows: ``pairs[q_rank][k_rank]``."""
+    n = len(shards)
+    sample = max(8, 512 // n)
+    positions, owners, weights = [], [], []
+    for rank, shard in enumerate(shards):
+        length = sum(map(len, shard))
+        count = min(length, sample)
+        queries = [_position(shard, (2 * i + 1) * length // (2 * count)) for i in range(count)]
+        positions += queries
+        owners += [rank] * len(queries)
+        weights += [length / max(count, 1) / mask.rows] * count
+    runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
+    if not positions or not runs:
+        return [[0.0] * n for _ in range(n)]
+    with torch.device("cpu"):
+        first, step, size = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
+        seen = torch.zeros(len(positions), len(runs), dtype=torch.float64)
+        for member in mask.members:
+            below = [b[..., None] - first for b in member.intervals(torch.tensor(positions))]
+            if bool((step > 1).any()):  # a division takes longer than all the rest
+                below = [(b + step - 1) // step for b in below]
+            below = [b.clamp(min=0).minimum(size) for b in below]
+            seen += (below[1] - below[0]).sum(0)
+        seen *= torch.tensor(weights, dtype=torch.float64)[:, None]
+        pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
+        whole = torch.zeros(n, n, dtype=torch.float64)
+        return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
+
+
+def _position(shard: Sequence[range], index: int) -> int:
+    for run in shard:
+        if index < len(run):
+            return run[index]
+        index -= len(run)
+    raise IndexError(index)
+
+
+def count_below(run: range, bound: Tensor) -> Tensor:
+    """Return how many members of ``run`` are smaller than each bound."""
+    return ((bound - run.start + run.step - 1) // run.step).clamp(0, len(run))

@@ -1,0 +1,1 @@
+"""Functions of whole rows over shards: halo exchange, and exchange of heads."""

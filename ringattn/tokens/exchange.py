@@ -1,0 +1,189 @@
+"""The operators of torch.library that move rows or heads between ranks, next to attention: neighbours, to_heads,
+to_tokens.
+
+Arguments are flat and a plan is its handle, as in :mod:`..operators`. The gradient of ``to_heads`` is ``to_tokens``,
+and the other way round: both only move elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import plans
+from ..layouts.shards import put, take
+from ..operators import exchange_rows, resized, wrong_device
+from ..plans import Plan
+from .halo import Halo, halo
+from .heads import heads_of
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) -> None:
+    """Check a call with this rank's tokens, and compare it across ranks the first time.
+
+    Args:
+        dim: of the tokens.
+        numbers: more that must be the same on all ranks.
+    """
+    error: Exception | None = None
+    tokens, rows = plan.local_lengths[plan.rank], plan.documents.rows
+    if x.shape[dim] != tokens:
+        error = ValueError(
+            f"{what} got shape {tuple(x.shape)}, {x.shape[dim]} tokens in dim {dim}, but rank {plan.rank} of "
+            f"{plan.world_size} holds {tokens}; shard them with plan.shard()"
+        )
+    elif what == "shift()" and rows > 1 and (dim == 0 or x.shape[0] != rows):
+        error = ValueError(
+            f"shift() got shape {tuple(x.shape)} with its tokens in dim {dim}, but the plan has documents for {rows} "
+            f"rows; pass (batch = {rows}, ..., tokens, ...)"
+        )
+    else:
+        error = wrong_device(plan, x)
+    rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
+    dtype = str(x.dtype).removeprefix("torch.")
+    plan.begin(what, dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers), error)
+
+
+# --- Rows of neighbouring tokens -----------------------------------------------------------------------
+
+
+@torch.library.custom_op("ringattn::neighbours", mutates_args=(), tags=_TAGS)
+def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
+    """Return (offsets, *x.shape): the value of the token n before, for each offset n, or zero."""
+    plan = plans.by_handle(plan_handle)
+    numbers = {f"offset {i}": n for i, n in enumerate(offsets[:16])}
+    _begin(plan, "shift()", x, dim, dict(offsets=len(offsets), **numbers))
+    table = halo(plan, offsets, x.device)
+    rows = x.movedim(dim, 0)
+    arriving = [rows.new_empty((n, *rows.shape[1:])) for n in table.counts]
+    sends = [(rows[index], r) for r, index in enumerate(table.sends) if len(index)]
+    exchange_rows(plan, sends, [(a, r) for r, a in enumerate(arriving) if len(a)])
+    buffer = torch.cat([rows, *arriving])
+    return torch.stack([_seen(buffer[i].movedim(0, dim), table, n, dim) for n, i in enumerate(table.rows)])
+
+
+def _seen(x: Tensor, table: Halo, n: int, dim: int) -> Tensor:
+    """Return x with zeros where the neighbour with the n-th offset is none."""
+    visible = table.visible[n]  # (1 or batch, tokens)
+    shape = [1] * x.ndim
+    shape[dim] = visible.shape[1]
+    if visible.shape[0] > 1:  # rows have documents of their own: the batch is the first dim
+        shape[0] = visible.shape[0]
+    return torch.where(visible.reshape(shape), x, 0)
+
+
+@_neighbours.register_fake
+def _neighbours_fake(x, offsets, dim, plan_handle):  # type: ignore[no-untyped-def]
+    return x.new_empty((len(offsets), *x.shape))
+
+
+@torch.library.custom_op("ringattn::neighbours_backward", mutates_args=(), tags=_TAGS)
+def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
+    plan = plans.by_handle(plan_handle)
+    plan.begin("shift() backward", dict(plan=plan.digest, dim=dim, offsets=len(offsets)), compared=False)
+    table = halo(plan, offsets, dout.device)
+    local, total = dout.shape[1 + dim], dout.shape[1 + dim] + sum(table.counts)
+    wide = torch.promote_types(dout.dtype, torch.float32)
+    buffer = torch.zeros((total, *dout[0].movedim(dim, 0).shape[1:]), dtype=wide, device=dout.device)
+    for n, index in enumerate(table.rows):
+        dx = _seen(dout[n], table, n, dim).movedim(dim, 0).to(wide)
+        # Visible rows have indices of their own, and the others add zeros: the order of additions does not matter.
+        buffer.index_add_(0, index, dx)
+    leaving = [(part, r) for r, part in enumerate(buffer[local:].split(list(table.counts))) if len(part)]
+    arriving = [buffer.new_empty((len(index), *buffer.shape[1:])) for index in table.sends]
+    exchange_rows(plan, leaving, [(a, r) for r, a in enumerate(arriving) if len(a)])
+    own = buffer[:local]
+    for index, a in zip(table.sends, arriving, strict=True):  # the same order on every run
+        own.index_add_(0, index, a)
+    return own.movedim(0, dim).to(dout.dtype).contiguous()
+
+
+@_neighbours_backward.register_fake
+def _neighbours_backward_fake(dout, offsets, dim, plan_handle):  # type: ignore[no-untyped-def]
+    return dout.new_empty(dout.shape[1:])
+
+
+def _neighbours_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, ctx.offsets, ctx.dim, ctx.plan = inputs
+
+
+def _neighbours_gradients(ctx, dout):  # type: ignore[no-untyped-def]
+    dx = torch.ops.ringattn.neighbours_backward(dout.contiguous(), ctx.offsets, ctx.dim, ctx.plan)
+    return dx, None, None, None
+
+
+_neighbours.register_autograd(_neighbours_gradients, setup_context=_neighbours_save)
+
+
+# --- Tokens of all heads, and heads of all tokens ------------------------------------------------------
+
+
+def _heads(plan: Plan, heads: int, groups: int) -> list[range]:
+    """Return the heads that each rank takes of a tensor with this number of them."""
+    each = heads // groups
+    shares = (heads_of(groups, r, plan.world_size) for r in range(plan.world_size))
+    return [range(share.start * each, share.stop * each) for share in shares]
+
+
+@torch.library.custom_op("ringattn::to_heads", mutates_args=(), tags=_TAGS)
+def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
+    """Return all tokens of this rank's heads from its tokens of all heads."""
+    plan = plans.by_handle(plan_handle)
+    numbers = dict(heads_dim=heads_dim, groups=groups, heads=x.shape[heads_dim])
+    _begin(plan, "heads()", x, 1, numbers)
+    shares = _heads(plan, x.shape[heads_dim], groups)
+    parts = [x.narrow(heads_dim, s.start, len(s)).contiguous() for s in shares]
+    others = [r for r in range(plan.world_size) if r != plan.rank]
+    pieces = [parts[r] if r == plan.rank else resized(parts[plan.rank], 1, n) for r, n in enumerate(plan.local_lengths)]
+    exchange_rows(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
+    return put(pieces, plan.shards, 1)
+
+
+@_to_heads.register_fake
+def _to_heads_fake(x, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
+    plan = plans.by_handle(plan_handle)
+    return resized(resized(x, 1, plan.seq_len), heads_dim, len(_heads(plan, x.shape[heads_dim], groups)[plan.rank]))
+
+
+@torch.library.custom_op("ringattn::to_tokens", mutates_args=(), tags=_TAGS)
+def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
+    """Return this rank's tokens of all heads from all tokens of its heads: the inverse of ``to_heads``."""
+    plan = plans.by_handle(plan_handle)
+    plan.begin("heads() back", dict(plan=plan.digest, heads_dim=heads_dim, groups=groups), compared=False)
+    shares = _heads(plan, _all_heads(plan, y, heads_dim, groups), groups)
+    parts = [take(y, shard, 1).contiguous() for shard in plan.shards]
+    others = [r for r in range(plan.world_size) if r != plan.rank]
+    own = parts[plan.rank]
+    pieces = [own if r == plan.rank else resized(own, heads_dim, len(s)) for r, s in enumerate(shares)]
+    exchange_rows(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
+    return torch.cat(pieces, heads_dim)
+
+
+@_to_tokens.register_fake
+def _to_tokens_fake(y, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
+    plan = plans.by_handle(plan_handle)
+    heads = _all_heads(plan, y, heads_dim, groups)
+    return resized(resized(y, 1, plan.local_lengths[plan.rank]), heads_dim, heads)
+
+
+def _all_heads(plan: Plan, y: Tensor, heads_dim: int, groups: int) -> int:
+    return y.shape[heads_dim] // len(heads_of(groups, plan.rank, plan.world_size)) * groups
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.arguments = inputs[1:]
+
+
+def _inverse(name: str) -> Callable[..., tuple[Tensor, None, None, None]]:
+    def gradients(ctx, dout):  # type: ignore[no-untyped-def]
+        return getattr(torch.ops.ringattn, name)(dout.contiguous(), *ctx.arguments), None, None, None
+
+    return gradients
+
+
+_to_heads.register_autograd(_inverse("to_tokens"), setup_context=_save)
+_to_tokens.register_autograd(_inverse("to_heads"), setup_context=_save)

@@ -1,0 +1,1 @@
+"""Commands and checks that stand on the library: doctor, planner, check."""

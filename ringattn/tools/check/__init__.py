@@ -1,0 +1,1 @@
+"""check(): compare a module over ranks with the same module in one process."""

@@ -1,0 +1,109 @@
+"""GPUs, the links between them, and clusters of them, as the planner sees them.
+
+Rates of the H200 were measured (docs/numbers.md): attention at 32,768 tokens per GPU, matrix products at the power
+limit, copy engines and messages by ``benchmarks/calibrate.py``. The H100 has the same multiprocessors: its rates are
+assumed to be equal, but for memory. Networks are named by their rate per GPU, of which messages are assumed to reach
+:data:`REACHED`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from ...predict import cost
+from ...predict.cost import Costs
+
+REACHED = 0.9  # of a network's rate
+NETWORKS = ("ib", "roce", "eth")
+RESERVED = 5 << 30  # bytes for the context, the communicators and what the allocator cannot use
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. ``memory``: bytes that the driver offers; ``peak_tflops``: dense bf16, as published, for MFU;
+    ``matmul_tflops``: sustained; ``costs``: of attention and of links inside a host."""
+
+    name: str
+    memory: int
+    peak_tflops: float
+    matmul_tflops: float
+    costs: Costs
+
+    @property
+    def usable(self) -> int:
+        return self.memory - RESERVED
+
+
+_H200 = replace(cost.default("cuda", "copy engines"), forward_tflops=655.0, backward_tflops=600.0)
+GPUS = {
+    "h200": Gpu("H200", round(139.8 * 2**30), 989.5, 640.0, _H200),
+    "h100": Gpu("H100", round(79.1 * 2**30), 989.5, 640.0, replace(_H200, memory_gbs=2100.0)),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``hosts`` of ``local_size`` GPUs each. ``pulls``: copy engines move keys inside a host."""
+
+    hosts: int
+    local_size: int
+    gpu: Gpu
+    pulls: bool
+    costs: Costs
+
+    @property
+    def gpus(self) -> int:
+        return self.hosts * self.local_size
+
+
+def cluster(gpus: str, gpu: str, links: str, costs: Costs | None = None) -> Cluster:
+    """Return a cluster from the arguments of the command.
+
+    Args:
+        gpus: hosts x GPUs of each, as "16x8", or a number of GPUs of one host.
+        gpu: a name of :data:`GPUS`.
+        links: inside a host "nvlink" or "pcie", then, if there are several, the network with its Gb/s per GPU:
+            "nvlink,ib400".
+        costs: of this machine, as ``benchmarks/calibrate.py`` measured them; they replace those of the table. The
+            network between hosts is that of ``links``.
+
+    Raises:
+        ValueError: what cannot be read, or a network that is missing.
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"no GPU {gpu!r}; choose from {', '.join(GPUS)}")
+    if not (numbers := re.fullmatch(r"(?:(\d+)x)?(\d+)", gpus)):
+        raise ValueError(f"--gpus is {gpus!r}; give hosts x GPUs of a host, as 16x8")
+    hosts, local = (int(n or 1) for n in numbers.groups())
+    if not hosts * local:
+        raise ValueError(f"--gpus is {gpus!r}; there must be a GPU")
+    inside, _, network = links.partition(",")
+    if inside not in ("nvlink", "pcie"):
+        raise ValueError(f"--links is {links!r}; the link inside a host is nvlink or pcie, as in nvlink,ib400")
+    base = costs or GPUS[gpu].costs
+    if inside == "pcie":
+        base = replace(base, local_gbs=min(20.0, base.local_gbs), pull_gbs=min(20.0, base.pull_gbs))
+    rate = re.fullmatch(r"([a-z]+)([1-9]\d*)", network)
+    if not rate and (hosts > 1 or network):
+        raise ValueError(f"--links is {links!r}; name the network between hosts, as in nvlink,ib400: Gb/s per GPU")
+    if rate and rate[1] not in NETWORKS:
+        raise ValueError(
+            f"--links is {links!r}; the network is ib, roce or eth with its Gb/s per GPU, as in nvlink,ib400"
+        )
+    if hosts > 1 and rate:
+        message_gbs = int(rate[2]) / 8 * REACHED
+        # Messages of a network card need few multiprocessors.
+        base = replace(base, message_gbs=message_gbs, contention=cost.default("cuda", "messages").contention)
+    return Cluster(hosts, local, GPUS[gpu], inside == "nvlink", base)
+
+
+def count(text: str) -> int:
+    """Return a number of tokens: "4M", "128k" (powers of 1,024), or digits.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not (match := re.fullmatch(r"(\d+)([kKmM]?)", text)) or not int(match[1]):
+        raise ValueError(f"--context is {text!r}; give a number of tokens, as 131072, 128k or 4M")
+    return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]

@@ -1,0 +1,500 @@
+"""Exchange of tensors between the ranks of a group.
+
+:class:`Transport` is the interface that dataflows use. :class:`GroupTransport` sends tensors over a process group
+(gloo, NCCL) as batched point-to-point messages; :mod:`ringattn.virtual` has a transport for ranks that are threads of
+one process. Both count what they send.
+
+Point-to-point messages are not checked for size or dtype (gloo aborts or leaves stale data, NCCL may hang), so ranks
+compare what they are about to do with :meth:`Transport.agree` before the first message.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import agreement
+from ..errors import GroupBroken, Place
+from ..peer.connect import Ranks, by_host, connect, host
+from ..peer.link import Link
+from ..peer.mailbox import Mailbox
+from ..peer.watchdog import CallMark
+from . import gloo, lockstep
+from .gloo import DEFAULT_TIMEOUT
+from .health import Health, seconds
+from .lockstep import Calls
+from .pending import Arrived, Message, Pending, Works, interruptible
+
+_ENVIRONMENT = os.environ.get("RINGATTN_TIMEOUT")
+_FROM_ENVIRONMENT = None if _ENVIRONMENT is None else seconds("RINGATTN_TIMEOUT", _ENVIRONMENT)
+
+
+@dataclass
+class Transport:
+    """The ranks ``0 .. world_size - 1`` of one group, seen from ``rank``.
+
+    Attributes:
+        device: of the tensors that the group sends by default.
+        serial: a number that differs between the transports of one process.
+        hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
+        sent_to: the bytes sent to each rank, over all calls of :meth:`start`.
+        sent_bytes, sent_messages: sums over all calls of :meth:`start`.
+        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
+            by :meth:`mailbox`.
+        plans_made: number of calls of :func:`ringattn.plan`.
+        calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
+        given_up: the error that ended a call after its first message, or "".
+        limit: seconds that a rank waits for another.
+        timeout: the time limit of this call.
+        call, dataflow, step: where this rank is, see :class:`ringattn.errors.Place`.
+        calls: that this rank has begun.
+        checks: whether ranks compare every call.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    serial: int = field(default_factory=itertools.count().__next__)
+    hosts: tuple[int, ...] = ()
+    sent_to: Counter[int] = field(default_factory=Counter)
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    collectives: int = 0
+    plans_made: int = 0
+    calls_agreed: set[tuple[object, ...]] = field(default_factory=set)
+    given_up: str = ""
+    limit: float = DEFAULT_TIMEOUT
+    timeout: float = DEFAULT_TIMEOUT
+    call: str = ""
+    dataflow: str = ""
+    step: int = -1
+    calls: Calls = field(default_factory=Calls)
+    checks: bool = field(default_factory=lockstep.every_call)
+
+    def begin(
+        self, call: str, dataflow: str = "", timeout: float | None = None, details: str = "", compares: bool = False
+    ) -> None:
+        """Note that this rank begins a call, for errors, the watchdog and the other ranks.
+
+        Args:
+            call: as ``"attention() forward"``.
+            timeout: of the plan, in seconds; None: the group's.
+            details: what else all ranks must have in common in this call.
+            compares: whether they compare that in an exchange.
+
+        Raises:
+            GroupBroken: an earlier call on this group failed after its first message.
+            Desynchronized: another rank of this host is in another call.
+            RankFailed: another rank of this host has refused its arguments in this call.
+        """
+        self.check_usable()
+        self.call, self.dataflow, self.step = call, dataflow, -1
+        self.timeout = self.limit if timeout is None else timeout
+        text = f"{call}, {details}" if details else call
+        self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
+
+    def refuse(self, call: str, error: Exception) -> None:
+        """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at
+        their messages, or that is not known, the group is not used again."""
+        self.note_failure(error)
+
+    def check_usable(self) -> None:
+        """Raise GroupBroken if an earlier call on this group failed after its first message."""
+        if self.given_up:
+            raise GroupBroken(
+                f"an earlier call on this group raised {self.given_up}; its ranks may be at different messages: "
+                "restart them, or go on with plans of a new group (dist.new_group)"
+            )
+
+    def _record(self, call: CallMark, shown: str) -> None:
+        """Show the other ranks that this rank is in a call, and raise an error if they are in another one."""
+
+    def note_failure(self, error: BaseException, where: str = "") -> None:
+        """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
+        different message. Errors of arguments that ranks compare are raised on all of them before anything is sent, and
+        are not noted."""
+        if self.world_size > 1:
+            self.given_up = f"{type(error).__name__}: {error}"
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start all messages of one step.
+
+        Messages between two ranks match in order. Empty tensors are not sent: both ends know the sizes. The tensors
+        must stay alive until ``wait()``. On the GPU the messages start after the work queued so far and run at the same
+        time as work queued later.
+        """
+        sends = [(x, peer) for x, peer in sends if x.numel()]
+        receives = [(x, peer) for x, peer in receives if x.numel()]
+        self.step += 1
+        for x, peer in sends:
+            self.sent_to[peer] += x.numel() * x.element_size()
+        self.sent_bytes = self.sent_to.total()
+        self.sent_messages += len(sends)
+        return self._start(sends, receives) if sends or receives else Arrived()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the group was destroyed."""
+        return False
+
+    @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that can access each other's memory, node by node; empty if none can."""
+        return ()
+
+    @property
+    def pulls(self) -> bool:
+        """Whether all ranks can access each other's memory."""
+        return len(self.linked) == 1
+
+    def link(self, x: Tensor) -> Link | None:
+        """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
+        return None
+
+    def mailbox(self, state: Tensor) -> Mailbox | None:
+        """Return the mailbox by which all ranks merge states of this shape in place of an :meth:`all_gather`, and count
+        the merge; None where they have none."""
+        mailbox = self._mailbox() if state.is_cuda and self.world_size > 1 else None
+        if mailbox is None or not mailbox.takes(state):
+            return None
+        self.step, self.collectives = self.step + 1, self.collectives + 1
+        return mailbox
+
+    def _mailbox(self) -> Mailbox | None:
+        return None
+
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        raise self._no_ranks()
+
+    def all_reduce(self, x: Tensor, op: str) -> Tensor:
+        """Replace x by its elementwise ``"max"`` or ``"sum"`` over all ranks, and return it."""
+        if self.world_size > 1:
+            self.step, self.collectives = self.step + 1, self.collectives + 1
+            self._all_reduce(x, op)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the x of all ranks, contiguous tensors of one shape: (world_size, *x.shape)."""
+        if self.world_size == 1:
+            return x[None]
+        self.step, self.collectives = self.step + 1, self.collectives + 1
+        return self._all_gather(x)
+
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        raise self._no_ranks()
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        raise self._no_ranks()
+
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
+        """Start to exchange (n,) int64 CPU tensors; return a function that waits for those of all ranks and returns
+        them, (world_size, n). Exchanges are started in the same order on all ranks, and waited for in any."""
+        raise self._no_ranks()
+
+    def gather_words(self, words: Tensor) -> Tensor:
+        """Return the (n,) int64 CPU tensors of all ranks as (world_size, n)."""
+        return self.start_words(words)()
+
+    def check_device(self, name: str, x: Tensor) -> None:
+        """Raise ValueError if this group cannot send x."""
+
+    def _no_ranks(self) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
+
+    def agree(
+        self,
+        what: str,
+        fields: dict[str, agreement.Value],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> None:
+        """Compare ``fields`` across ranks in one exchange of a fixed size.
+
+        Every rank must call this, with the same keys. A rank whose arguments are invalid passes its ``error``, so that
+        the others do not wait for it.
+
+        Raises:
+            Desynchronized, Disagreement: a field differs; the same error on every rank.
+            RankFailed: another rank passed an error.
+            LostPeer, TimedOut: another rank died, or did not come.
+            Exception: ``error``, on the rank that passed it.
+        """
+        self.start_agreement(what, fields, error, advice).check()
+
+    def start_agreement(
+        self,
+        what: str,
+        fields: dict[str, agreement.Value],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> agreement.Agreement:
+        """Start to compare ``fields`` as :meth:`agree` does, and return at once. The ranks may do other things, among
+        them other exchanges, before each of them checks the result.
+
+        Args:
+            advice: see :class:`..agreement.Agreement`.
+
+        Raises:
+            Exception: ``error``, on the rank that passed it.
+        """
+        fields = {"call": what, **fields}  # ranks may be at different calls
+        rows = None
+        if self.world_size > 1:
+            before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
+            rows = self.start_words(agreement.encode(fields, error))
+            self.call, self.dataflow = before
+        if error is not None:
+            if rows is not None:
+                rows()
+            raise error
+        return agreement.Agreement(what, fields, rows, advice, self.calls.restart)
+
+
+def _let_go(transport: weakref.ref[GroupTransport]) -> None:
+    if (alive := transport()) is not None:
+        alive.gloo = None
+        alive.health.end()
+
+
+class GroupTransport(Transport):
+    """The transport of a torch.distributed process group.
+
+    It does not keep the group alive. ``destroy_process_group`` ends the threads of gloo only when the last reference to
+    the group is gone, and such a thread can abort the interpreter when that ends
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+        # device type -> backend
+        backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+        cuda = backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        self._group = weakref.ref(group)
+        self.backends, self._closed = backends, False
+        self._link: Link | None = None
+        self.health = Health(self.rank, self.world_size)
+        self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
+        self.timeout = timeout or self.limit
+        self.call = f"connecting the ranks of a group (all of them make its first call, within {self.timeout:g} s)"
+        began = time.monotonic()
+        try:  # agree() must not wait for the GPU, so it runs over gloo.
+            self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo.group_of(group, self.timeout)
+        except RuntimeError as error:
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
+        # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
+        weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
+        if self.world_size > 1:
+            store = group.get_group_store()
+            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words, store))
+        if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if cuda and self.world_size > 1:
+            ranks, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
+            problem = self.health.watch()
+            self._link = connect(ranks, device, group_of, self.gather_words, self.health.board, problem)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return gloo.alive(self._group)
+
+    @property
+    def ended(self) -> bool:
+        return not gloo.exists(self._group())
+
+    def check_device(self, name: str, x: Tensor) -> None:
+        backend = self.backends.get(x.device.type)
+        if backend is None or (x.device.type == "cuda" and backend == "gloo"):
+            devices = [d for d, b in self.backends.items() if d == "cpu" or b != "gloo"]
+            raise ValueError(
+                f"{name} is on {x.device}, but this process group moves tensors on {devices} "
+                f"(backends {self.backends}); move {name}, or make the group with a backend for {x.device.type!r}"
+            )
+        if x.device.type == "cuda" and x.device != self.device:
+            raise ValueError(
+                f"{name} is on {x.device}, but this rank's group was set up on {self.device}; "
+                "call torch.cuda.set_device(LOCAL_RANK) before init_process_group and keep tensors there"
+            )
+
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for x, peer in receives]
+        began = time.monotonic()
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:  # torch knows that a peer is gone
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
+        return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, None, ops)
+
+    def _place(self) -> Place:
+        return Place(self.rank, self.call, self.dataflow, self.step)
+
+    def note_failure(self, error: BaseException, where: str = "") -> None:
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them."""
+        super().note_failure(error)
+        if self.world_size == 1 or self._closed:
+            return
+        self._closed = True
+        self.health.fail(error, where or f" in {self._place()}{'' if self._link is None else self._link.gave_up()}")
+        # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
+        closing = threading.Thread(target=self._close_all, daemon=True)
+        closing.start()
+        closing.join(5.0)
+
+    def _close_all(self) -> None:
+        """Close the connections of this rank, so that the others do not wait for it until their time limit."""
+        with contextlib.suppress(Exception):  # the group may be gone already
+            for device, backend in self.backends.items():
+                if backend == "gloo":
+                    gloo.close(self.group._get_backend(torch.device(device)))
+            if self.gloo is not None:
+                gloo.close(self.gloo)
+            if self.device.type == "cuda":
+                self.group._get_backend(self.device).abort()
+
+    @property
+    def linked(self) -> tuple[tuple[int, ...], ...]:
+        return () if self._link is None else by_host(self.hosts)
+
+    def link(self, x: Tensor) -> Link | None:
+        if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+            return None  # a captured graph would repeat the epochs of its exchanges; messages have none
+        return self._link
+
+    def _mailbox(self) -> Mailbox | None:
+        return self._link.mailbox() if self._link is not None and self.pulls else None
+
+    def _record(self, call: CallMark, shown: str) -> None:
+        other = self.health.begin(self.timeout, call, shown)
+        if other is not None:
+            error = self.health.other_call(other, call.number)
+            self.note_failure(error)
+            raise error
+
+    def refuse(self, call: str, error: Exception) -> None:
+        if not self.given_up:
+            other = self.health.begin(self.timeout, self.calls.begin_refused(call), str(error))
+            if other is not None or len(self.health.here) < self.world_size - 1:
+                self.note_failure(error, f" in rank {self.rank}: {call}")
+
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
+        self._collective(lambda: dist.all_reduce(x, reduce, group=self.group, async_op=True), x)
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        rows = x.new_empty(self.world_size, *x.shape)  # gloo takes no output with one more dimension than the input
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name
+        self._collective(lambda: gather(rows.view(-1), x.view(-1), self.group, async_op=True), x)
+        return rows
+
+    def _collective(self, start: Callable[[], Any], x: Tensor) -> None:
+        """Start a collective, and wait until work queued from now on may use its tensors."""
+        began = time.monotonic()
+        try:
+            work = start()
+        except RuntimeError as error:
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
+        Works(self.health, [work], self._place(), self.timeout, x.device, x).wait()
+
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
+        rows = [torch.empty_like(words) for _ in range(self.world_size)]
+        place = self._place()
+
+        def failed(error: RuntimeError, began: float) -> Exception:
+            failure = self.health.failure(error, place, began, self.timeout)
+            self.note_failure(failure)
+            return failure
+
+        try:
+            if self.gloo is None:
+                work = dist.all_gather(rows, words, group=self.group, async_op=True)
+            else:
+                work = self.gloo.allgather([rows], [words])
+        except RuntimeError as error:
+            raise failed(error, time.monotonic()) from error
+
+        def wait() -> Tensor:
+            began = time.monotonic()
+            try:
+                interruptible(lambda: work.wait(datetime.timedelta(seconds=self.timeout)))
+            except RuntimeError as error:
+                raise failed(error, began) from error
+            except BaseException as error:  # of a signal's handler: the others need not wait for this rank
+                self.note_failure(error)
+                raise
+            return torch.stack(rows)
+
+        return wait
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Report that this process ends, and whether by an exception."""
+    error = getattr(sys, "last_value", None)
+    for transport in list(_of_group.values()):
+        if error is not None:
+            transport.note_failure(error, ", which ended its program")
+        transport.health.leave()
+
+
+_alone: Transport | None = None  # of one process without a group
+_of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDictionary()
+_group_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def of(group: Any, timeout: float | None = None) -> Transport:
+    """Return the transport of a group, made in the first call, which every rank of the group must make.
+
+    Args:
+        timeout: seconds to wait for the other ranks if it is made; None: RINGATTN_TIMEOUT or the group's limit.
+        group: a process group, a one-dimensional DeviceMesh, None (the default group, or one process alone), or a
+            :class:`Transport`, which is returned as it is.
+
+    Raises:
+        TypeError: any other type.
+        ValueError: a mesh of several dimensions, or a group that this rank is not in.
+    """
+    if isinstance(group, Transport):
+        return group
+    if group is None and not gloo.initialized():
+        global _alone
+        _alone = _alone or Transport(0, 1, torch.get_default_device())
+        return _alone
+    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):  # DeviceMesh, without importing it
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, e.g. mesh['cp']"
+            )
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None")
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group, and only its ranks may make this call")
+    with _lock:
+        group_lock = _group_locks.setdefault(group, threading.Lock())
+    # One lock per group: a transport is made by messages, and threads of two ranks may make those of two groups in
+    # different orders.
+    with group_lock:
+        transport = _of_group.get(group)
+        if transport is None:
+            transport = _of_group[group] = GroupTransport(group, timeout)
+        return transport

@@ -1,0 +1,241 @@
+"""The health of a group: which rank caused an error, and how the other ranks learn of it.
+
+The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each records its process, its call
+and why it failed. An error of a backend ("Connection closed by peer") only tells which connection broke first, often
+one to a rank that failed because of another; the board and the states of the processes tell which rank is the cause.
+Ranks of other hosts are not on the board: see :mod:`.other_hosts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ExchangeFailed, LostPeer, Place, TimedOut
+from ..peer import driver, watchdog
+from ..peer.watchdog import Board, CallMark
+from . import lockstep
+from .other_hosts import OtherHosts
+
+_PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
+_NAME = struct.Struct("8q")  # a host's name as words, cut if it is longer
+_pinned: list[object] = []  # boards stay pinned, so they must stay mapped, until the process ends
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return a time limit in seconds.
+
+    Raises:
+        ValueError: not a number, or not positive.
+    """
+    try:
+        limit = float(value)
+    except (TypeError, ValueError):
+        limit = math.nan
+    if not limit > 0 or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be a positive number of seconds, as 600")
+    return min(limit, 1e8)
+
+
+class Marks:
+    """Words by which the watchdog sees that a stream waits for messages.
+
+    Attributes:
+        in_graphs: whether a stream that is captured may write them.
+    """
+
+    def __init__(self, board: Board) -> None:
+        moving, moved = board.pinned(watchdog.MOVING), board.pinned(watchdog.MOVED)
+        self.moving, self.moved = driver.Words([moving]), driver.Words([moving, moved])
+        self.in_graphs = driver.graphs_have_words(self.moved)
+
+
+class Health:
+    """A rank's view of the other ranks of its group, and its reports to them.
+
+    Attributes:
+        board: shared with the ranks of this host; None without shared memory.
+        here: the other ranks that are on the board.
+        seen: those whose processes can be seen, see :meth:`.group.Board.peers`.
+        others: the ranks that cannot be seen; None if all can, or no board was made.
+        marks: for streams that wait for messages; None where no watchdog runs.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.board: Board | None = None
+        self.here: list[int] = []
+        self.seen: list[int] = []
+        self.others: OtherHosts | None = None
+        self.marks: Marks | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> list[int]:
+        """Make the board and return every rank's host; all ranks call this together.
+
+        Args:
+            host: a number that is the same for ranks of one host.
+            limit: seconds that a rank waits for another.
+            gather: returns the words of all ranks, (n,) int64 -> (world_size, n).
+            store: of the group (torch.distributed.Store).
+        """
+        name = _NAME.unpack(socket.gethostname().encode()[: _NAME.size].ljust(_NAME.size, b"\0"))
+        rows = gather(torch.tensor([host, secrets.randbits(62), *name], device="cpu")).tolist()
+        first = next(rank for rank, row in enumerate(rows) if row[0] == host)
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+        path = os.path.join(folder, f"ringattn-{rows[first][1]:016x}")
+        nothing, board = torch.zeros(1, dtype=torch.int64, device="cpu"), None
+        try:
+            if self.rank == first:
+                with contextlib.suppress(OSError, ValueError):
+                    board = Board.create(path, self.rank, self.world_size)
+            gather(nothing)  # the file exists
+            if self.rank != first:
+                with contextlib.suppress(OSError, ValueError):
+                    board = Board.open(path, self.rank, self.world_size)
+            if board is not None:
+                board.enter(limit)
+            gather(nothing)  # all have opened it
+        finally:
+            if self.rank == first and board is not None:
+                os.unlink(path)
+        self.board = board
+        self.here = [] if board is None else board.entered()
+        self.seen = [] if board is None else board.peers()
+        unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
+        if unseen:
+            hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
+            self.others = OtherHosts(self.rank, hosts, unseen, store, f"ringattn failed {rows[0][1]:016x}")
+        return [row[0] for row in rows]
+
+    def watch(self) -> str:
+        """Start the watchdog of this process. Returns why it cannot be started, or ""."""
+        if self.board is None:
+            return "the ranks of this host share no memory in /dev/shm, which the watchdog needs"
+        if not driver.available():
+            return "the CUDA driver lacks stream memory operations"
+        try:
+            self.board.device_address = driver.pin(self.board.address, self.board.size)
+            _pinned.append(self.board.memory)
+            self.marks = Marks(self.board)
+            self._watchdog = watchdog.start(self.board, self.seen)
+        except (RuntimeError, OSError) as error:
+            self.marks = None
+            return f"the watchdog cannot be started: {error}"
+        return ""
+
+    def begin(self, limit: float, call: CallMark, shown: str) -> int | None:
+        """Record that this rank begins its next call, with a time limit in seconds. Return a rank of this host that is
+        in another call, if there is one and not both compare their arguments, which detects it on all ranks."""
+        if self.board is None:
+            return None
+        self.board.begin(limit, call, shown)
+        for rank in self.here:
+            other = self.board.call(rank, call.number)
+            if other is not None and other.digest != call.digest and not (call.compares and other.compares):
+                return rank
+        return None
+
+    def other_call(self, rank: int, number: int) -> Exception:
+        """Return the error for a rank of this host whose call of this number is not that of this rank."""
+        board = self.board
+        assert board is not None
+        own, other = board.shown(self.rank), board.call(rank, number)
+        if other is not None and other.refused:
+            return lockstep.refused_by(rank, own, board.shown(rank, refused=True))
+        return lockstep.difference((self.rank, number, own), (rank, board.calls_of(rank), board.shown(rank)))
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Record why this rank cannot continue."""
+        line = str(error).partition("\n")[0]
+        text = f"{type(error).__name__}: {line}{where}"
+        if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() tells those
+            self.others.tell(self.rank, f"rank {self.rank} failed with {text}").came.wait(_PATIENCE)
+        if self.board is None:
+            return
+        if isinstance(error, ExchangeFailed):
+            self.board.fail(error.cause, watchdog.UNKNOWN if error.peer is None else error.peer)
+        else:
+            self.board.fail(text)
+
+    def leave(self) -> None:
+        """Record that this rank no longer needs the group. Its watchdog continues: the GPU may still wait."""
+        if self.board is not None:
+            self.board.leave()
+
+    def end(self) -> None:
+        """Leave, and end the watchdog of this process."""
+        self.leave()
+        if self._watchdog is not None and self.board is not None and self.board.owner == os.getpid():
+            self._watchdog.kill()
+            self._watchdog.wait()
+            self._watchdog = None
+
+    def failure(
+        self, error: Exception, place: Place, began: float, timeout: float, other: int | None = None
+    ) -> ExchangeFailed:
+        """Return the exception for an error of the backend, with the rank that caused it if that can be determined.
+
+        Args:
+            place: where this rank is.
+            began: when the wait began, in seconds of time.monotonic().
+            timeout: the time limit of the wait, in seconds.
+            other: the rank at the other end of the message, if the wait was for one.
+        """
+        elapsed = time.monotonic() - began
+        late = elapsed > 0.9 * timeout
+        peer, cause = self._cause(late, other)
+        words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
+        # A dead or failed rank is lost, also if the time limit has passed.
+        kind = TimedOut if late and not self._is_lost(peer) else LostPeer
+        return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
+
+    def _cause(self, late: bool, other: int | None) -> tuple[int | None, str]:
+        """Return the rank that caused a failure, None if it is not known, and how, "" if nothing is known.
+
+        Args:
+            late: whether the time limit has passed.
+            other: the rank at the other end of the message, if the wait was for one.
+        """
+        board, others, until = self.board, self.others, time.monotonic() + _PATIENCE
+        guess = "" if others is None else others.guess(late, other)
+        answer = None if others is None else others.tell(None, guess)
+        while time.monotonic() < until:
+            time.sleep(0.02)  # a process closes its connections shortly before it is dead
+            peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True)
+            if others is not None and peer is not None:
+                others.tell(peer, cause).came.wait(_PATIENCE)
+            elif answer is not None and (of_another := answer.cause(late)) is not None:
+                return of_another
+            if cause:
+                return peer, cause
+            if board is None and (answer is None or answer.came.is_set()):
+                break
+        if board is None or not late:
+            return None, guess
+        if others is None:
+            return board.delay(self.seen)
+        peer, cause = board.delay(self.seen, others.listed())
+        if other in others.unseen:
+            return None, f"{guess}; {cause}"
+        if peer is not None:  # a rank that is late on this host may wait for one of another
+            cause += f". It may wait for one of the ranks {', '.join(others.listed())}"
+        return None, cause
+
+    def _is_lost(self, rank: int | None) -> bool:
+        board = self.board
+        if board is None or rank not in self.seen:
+            return False
+        return board.status(rank) == watchdog.FAILED or board.process(rank).state() == "is dead"

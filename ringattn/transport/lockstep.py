@@ -1,0 +1,133 @@
+"""The order of calls: detects ranks that are in different calls.
+
+Messages between two ranks match in order, whatever they are for. So ranks whose programs differ exchange wrong numbers
+without an error where shapes agree: one rank evaluates alone while another trains, or two backwards run in another
+order. Three comparisons detect that:
+
+* every call, by the ranks of one host: each records its calls on their board (:class:`..peer.watchdog.Board`) and reads
+  what the others have recorded under the same number. It takes microseconds and no message;
+* the first call of a plan with some arguments in a grad mode, by all ranks: these and :func:`whereabouts` are compared
+  in one exchange, before anything is sent;
+* with ``RINGATTN_CHECK=1``, every call, forward and backward, by all ranks, with the lines of the program that led to
+  it. An exchange takes 0.1 ms and more, so this is for debugging.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ..errors import Desynchronized, RankFailed
+from ..peer.watchdog import CallMark
+
+_SAME = (
+    "Every rank must make the same calls in the same order: look for code that only some ranks run, such as an "
+    "evaluation on rank 0, and for layers whose backwards run in another order"
+)
+ADVICE = {name: _SAME for name in ("grad_mode", "training", "line", "calls", "forward")}
+_ROUND = 1 << 20  # more calls than ranks are apart
+_LIBRARIES = {"ringattn", "torch", *sys.stdlib_module_names}
+
+
+def every_call() -> bool:
+    """Return whether RINGATTN_CHECK asks to compare every call.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    value = os.environ.get("RINGATTN_CHECK", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"RINGATTN_CHECK is {value!r}; set it to 1 to compare every call of all ranks, or to 0")
+    return value == "1"
+
+
+@dataclass
+class Calls:
+    """The calls that a rank has begun on one group.
+
+    Attributes:
+        number: of the latest call, from 1.
+        digest: 32 bits, of all calls, so that ranks that were once in different calls differ from then on.
+    """
+
+    number: int = 0
+    digest: int = 0
+
+    def begin(self, call: str, compares: bool) -> CallMark:
+        """Count a call. ``call`` is a text of what all ranks have in common in it."""
+        self.number += 1
+        self.digest = zlib.crc32(call.encode(), self.digest)
+        return CallMark(self.number, self.digest, compares)
+
+    def begin_refused(self, call: str) -> CallMark:
+        """Count a call whose arguments this rank refuses, perhaps with another error than other ranks."""
+        return self.begin(f"{call} refused", compares=False)._replace(refused=True)
+
+    def restart(self) -> None:
+        """Count from a number that is the same on all ranks, all of which have just heard that they are in different
+        calls."""
+        self.number, self.digest = (self.number // _ROUND + 1) * _ROUND, 0
+
+
+def refused_by(rank: int, call: str, reason: str) -> RankFailed:
+    """Return the error for a call whose arguments another rank has refused."""
+    name = call.partition(",")[0]
+    return RankFailed(f"{name} failed on rank {rank}: {reason}", name, rank)
+
+
+def difference(own: tuple[int, int, str], other: tuple[int, int, str]) -> Desynchronized:
+    """Return the error for ranks in different calls, each given as rank, number and text of its latest call."""
+    (rank, number, mine), (peer, their_number, theirs) = own, other
+    call = mine.partition(",")[0]
+    a, b = _without(mine, theirs), _without(theirs, mine)
+    text = f"ranks are in different calls: call {number} of rank {rank} is {a}, call {their_number} of rank {peer} {b}"
+    if mine == theirs:
+        text = f"ranks {rank} and {peer} have made different calls before call {number} of rank {rank}, {mine}"
+    return Desynchronized(f"{text}. {_SAME}; RINGATTN_CHECK=1 names the lines", call, "call", {a: [rank], b: [peer]})
+
+
+def _without(call: str, other: str) -> str:
+    """Return a call's name and what it does not share with another call."""
+    name, *rest = call.split(", ")
+    shared = set(other.split(", "))
+    return ", ".join([name, *(part for part in rest if part not in shared)])
+
+
+def whereabouts(calls: Calls, lines: bool) -> dict[str, int | float | str | bool]:
+    """Return where this rank is in its program, which ranks compare.
+
+    Args:
+        lines: also the lines that led here, outermost first, outside of this library and torch.
+    """
+    where = dict[str, int | float | str | bool](training=_training())
+    if lines:
+        where["line"] = _line()
+    return {**where, "calls": calls.number}
+
+
+def _training() -> str:
+    """Return the training mode of the innermost module that is called."""
+    call = torch.nn.Module.__call__.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is call:  # its locals are its arguments: to read those of others would keep them alive
+            return "on" if frame.f_locals["self"].training else "off"
+        frame = frame.f_back
+    return "unknown"
+
+
+def _line() -> str:
+    """Return the lines that led here, outermost first, outside of libraries."""
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " > ".join(reversed(lines)) or "not in the thread of a program"
