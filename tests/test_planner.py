@@ -13,6 +13,7 @@ import torch
 from live_bytes import moved, step
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from ringattn import dataflow as dataflows
 from ringattn import plan as plan_function
 from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
@@ -91,6 +92,18 @@ def test_memory_is_what_was_measured(layers: int, tokens: int, gpus: int, gib: f
     shape = replace(MODELS["llama-3.1-8b"], layers=layers)
     said = memory.peak(shape, tokens, Switches(fsdp_size=gpus, ranks=gpus))
     assert said / GIB == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize("dataflow", DATAFLOWS)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_attention_keeps_is_a_part_of_what_a_backward_needs(hosts: int, dataflow: str) -> None:
+    row, shape = Row(1 << 12, hosts, 4, dataflow=dataflow), Shape()
+    kept, more = attention.memory(row, shape)
+    flow, plan = dataflows.choose(row.kind, False), attention._plan(row)
+    assert kept + more == flow.memory_bytes(plan, shape, True)
+    assert (kept > 0) == (row.kind == "gather" and not row.flat), "messages keep nothing"
+    if hosts == 1 and kept:  # as in a forward, and what three others push
+        assert kept == flow.memory_bytes(plan, shape, False) + 3 * row.tokens * shape.kv_elements * 4
 
 
 def test_the_longest_row_fits_and_no_longer_one() -> None:
@@ -313,6 +326,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--links", "rope"), "nvlink or pcie"),
         (("--model", "llama-3.1-8b", "--context", "4G"), "--context is '4G'"),
+        (("--model", "llama-3.1-8b", "--context", "2048M"), "--context is '2048M'; a plan has fewer than"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,ib0"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--mlp-chunk", "-5"), "mlp_chunk is -5"),
         (

@@ -26,11 +26,12 @@ from typing import Any
 
 from ...predict import cost
 from . import memory
+from .attention import LONGEST
 from .hardware import GPUS, Cluster, cluster, count
 from .memory import LABELS, OPTIMIZERS, Switches
 from .model_shapes import MODELS, from_config, named
 from .training_step import Step
-from .ways import Problem, Verdict, longest, verdicts
+from .ways import MOST, Problem, Verdict, longest, verdicts
 
 GIB = 2**30
 
@@ -109,7 +110,9 @@ def problem_of(args: argparse.Namespace) -> Problem:
         raise ValueError(f"--host-gib is {args.host_gib:g}; give GiB of host memory for each GPU, 0 or more")
     if args.alternatives < 0:
         raise ValueError(f"--alternatives is {args.alternatives}; give a number of lines, 0 or more")
-    machines = cluster(args.gpus, args.gpu, args.links, costs)
+    machines, context = cluster(args.gpus, args.gpu, args.links, costs), count(args.context)
+    if context > LONGEST - MOST:
+        raise ValueError(f"--context is {args.context!r}; a plan has fewer than 2**31 tokens")
     host = round(args.host_gib * GIB)
     switches = Switches(
         optimizer=args.optimizer, keep_attention_out=not args.recompute_attention,
@@ -126,7 +129,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         raise ValueError(
             f"--head-groups is {switches.head_groups}; it must divide the model's {shape.kv_heads} key heads"
         )
-    return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
+    return Problem(shape, machines, context, switches, host, slow, slow_link)
 
 
 def name_of(verdict: Verdict, machines: Cluster) -> str:
