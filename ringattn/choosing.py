@@ -1,4 +1,4 @@
-"""Choose layout and dataflow where they are "auto": those of the least predicted time (:mod:`.predict.cost`).
+"""Choose layout and dataflow where they are "auto": those with the least time by :mod:`.predict.dataflow_time`.
 
 A row that is one document stays in zigzag, also with a window or a prefix: layers of one model differ in these, and
 must hold the same tokens. Packed documents, and masks that were made by functions, are balanced where that is predicted
@@ -24,7 +24,8 @@ from .request import Request, Split
 from .transport.group import GroupTransport, Transport
 
 if TYPE_CHECKING:
-    from .predict.cost import Choice, Costs, Problem
+    from .predict.cost import Costs
+    from .predict.dataflow_time import Choice, Problem
 
 WORTH = 0.03  # of the time that is predicted for zigzag
 
@@ -90,14 +91,14 @@ def _milliseconds(choice: Choice, dataflow: str) -> float:
 
 def choose(request: Request, transport: Transport, costs: tuple[Costs, str], placement: Placement) -> Choice:
     """Return the dataflows for a placement, the fastest first."""
-    from .predict import cost
+    from .predict import dataflow_time
 
-    return cost.choose(_problem(request, transport, placement), *costs)
+    return dataflow_time.choose(_problem(request, transport, placement), *costs)
 
 
 def _problem(request: Request, transport: Transport, placement: Placement) -> Problem:
     """Return what the cost model needs to know."""
-    from .predict.cost import Problem
+    from .predict.dataflow_time import Problem
 
     queries, keys, needs, n = placement.shards, placement.shards_k, placement.needs, request.world_size
     tokens, runs = ([[0] * n for _ in range(n)] for _ in range(2))

@@ -136,10 +136,10 @@ def plan(
             rows that are one document, for packed ones and those with ``mask`` the layout that the cost model finds
             faster; or another plan for these lengths, to hold the same tokens: layers with different masks need that.
         dataflow: "ring": keys and values travel; "gather": every rank fetches all the keys and values that it
-            needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model
-            of one layer's forward and backward (:mod:`.predict.cost`), for 32 query heads, 8 key heads, head
-            dim 128, bf16 and one row, with the costs that ``benchmarks/calibrate.py`` measured on this machine, or
-            default ones. ``describe()`` says why.
+            needs; "reduce": queries travel and their partial states come home; "auto": the fastest by a model of one
+            layer's forward and backward (:mod:`.predict.dataflow_time`), for 32 query heads, 8 key heads, head dim 128,
+            bf16 and one row, with the costs that ``benchmarks/calibrate.py`` measured on this machine, or default ones.
+            ``describe()`` says why.
         deterministic: the same bits of every result on every run, for any number of ranks, any layout and dataflow, by
             a dataflow of its own (:mod:`.dataflow.same_bits`) that takes more time and memory.
         local_size: ranks per node, which divides the group's size, or one number for each node; None: ranks of a host

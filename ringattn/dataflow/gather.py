@@ -7,7 +7,7 @@
 Because the keys lie in the order of their positions, the mask is still one interval per query, and a query's state
 never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query of this rank
 sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys. Documents may be some rows
-apart, so that tiles of keys begin where tiles of queries do (:mod:`ringattn.layouts.alignment`).
+apart, so that tiles of keys begin where tiles of queries do (:mod:`..layouts.alignment`).
 
 Heads are independent, so the work is cut by heads:
 
@@ -172,6 +172,9 @@ class Gather(Dataflow):
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return an upper bound on the CPU and over messages."""
         return transfer_of(plan).memory_bytes(shape, backward)
+
+    def kept_bytes(self, plan: Plan, shape: Shape) -> int:
+        return transfer_of(plan).kept_bytes(shape, True)
 
 
 @once

@@ -20,6 +20,7 @@ from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
+from .messages import row_bytes
 from .routes import tokens_of
 from .transfer import GradientReturn, Part, Waits
 
@@ -86,6 +87,7 @@ class HierarchicalEngines(CopyEngines):
         if not backward:
             return total + self.wave_bytes(s)
         rows = min(2, len(cut)) * heads * (buffer_rows(self.plan.fetches[rank]) + extended + sent)
+        total += s.batch * row_bytes(self.plan.local_lengths[rank], s, backward)
         return total + self.contribution_bytes(s, rows, heads)
 
 

@@ -121,3 +121,7 @@ class Transfer:
         """Return what a call allocates in addition to its inputs and results, see
         :meth:`.base.Dataflow.memory_bytes`."""
         raise NotImplementedError
+
+    def kept_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return the part of :meth:`memory_bytes` that stays allocated between calls."""
+        return 0
