@@ -89,17 +89,16 @@ def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
         _check_runs(f"rank {rank} carries", runs, relay.own, apart=False)
         for run in runs:
             require(nodes[run.owner] != nodes[rank], f"rank {rank} carries {run}, which is of its own node")
-        parts = [tokens[run.owner][run.offset : run.offset + run.length] for run in runs]
+        parts = [tokens[run.owner][run.tokens] for run in runs]
         crossing[nodes[rank]] += parts
         extended.append(torch.cat([tokens[rank], *parts]))
     seen: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in relay.nodes]
     for rank, (runs, flat) in enumerate(zip(relay.fetches, fetches, strict=True)):
-        _check_runs(f"rank {rank} takes", runs, relay.lengths, apart=True)
         for run, one in zip(runs, flat, strict=True):
-            wanted = tokens[one.owner][one.offset : one.offset + one.length]
+            wanted = tokens[one.owner][one.tokens]
             near = nodes[run.owner] == nodes[rank]
             require(near, f"rank {rank} takes {run} from another node")
-            arrives = torch.equal(extended[run.owner][run.offset : run.offset + run.length], wanted)
+            arrives = torch.equal(extended[run.owner][run.tokens], wanted) and run.rows == one.rows
             require(arrives, f"rank {rank} takes {run}, which is not {one}")
             if nodes[one.owner] != nodes[rank]:
                 seen[nodes[rank]].append(wanted)

@@ -20,8 +20,9 @@ import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.dataflow import tiles
-from ringattn.dataflow.gathered import interleaved, relay_of
-from ringattn.dataflow.messages import collects_runs, many_runs
+from ringattn.dataflow.gather import transfer_of
+from ringattn.dataflow.gathered import interleaved
+from ringattn.dataflow.routes import many_runs
 
 Results = dict[str, Tensor]
 
@@ -354,14 +355,10 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
     """k and v together, a message for each run that another rank fetches, or for all of them; in the backward again,
     and the gradients of each run that this rank fetched."""
-    relay = relay_of(plan)
-    if relay is None:
-        stages = [(plan.fetches, collects_runs(plan))]
-    else:
-        inside = interleaved(plan) or many_runs(relay.fetches)
-        stages = [(relay.carried, many_runs(relay.carried)), (relay.fetches, inside)]
+    stages = transfer_of(plan).stages
     given = taken = 0
-    for fetches, together in stages:
+    for fetches in stages:
+        together = many_runs(fetches) or (fetches is stages[-1] and interleaved(plan))
         pairs = [(r, run.owner) for r, runs in enumerate(fetches) for run in runs if r != run.owner]
         pairs = sorted(set(pairs)) if together else pairs
         given += sum(owner == rank for _, owner in pairs)
@@ -380,7 +377,7 @@ def _tiles_sent(plan: ringattn.Plan, gathered: tuple[tiles.Tiles, ...], rank: in
     lengths = [
         [run.length for run in runs if run.owner == rank]
         for stage in tiles.stages(plan, gathered)
-        for r, runs in enumerate(stage.runs)
+        for r, runs in enumerate(stage.fetches)
         if r != rank
     ]
     return sum(map(sum, lengths)), sum(map(bool, lengths))

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ringattn.dataflow import carrying
+from ringattn.dataflow import hierarchical_engines
 from ringattn.peer import carry, driver, pull, push
 from ringattn.peer import link as memory
 
@@ -243,7 +243,7 @@ class World:
             Event=Event,
             stream=self.using,
         )
-        for module in (memory, pull, push, carry, carrying):
+        for module in (memory, pull, push, carry, hierarchical_engines):
             monkeypatch.setattr(module, "torch", _Torch(cuda))
         monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
         monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
@@ -429,8 +429,8 @@ class _Deferred(TorchFunctionMode):
             where, source, (dim, index) = alias(args[0]), alias(args[3]), args[1:3]
             world.write_tensor("index_add_", lambda: where.index_add_(dim, index, source))
             return args[0]
-        if func is Tensor.__getitem__ and isinstance(args[1], Tensor):
-            source, index = alias(args[0]), args[1]
+        if func is Tensor.index_select or (func is Tensor.__getitem__ and isinstance(args[1], Tensor)):
+            source, index = alias(args[0]), args[-1]
             made = world.allocate((len(index), *source.shape[1:]), source.dtype)
             where = alias(made)
             world.write_tensor("rows", lambda: where.copy_(source[index]))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import ringattn
 from ringattn import virtual
-from ringattn.dataflow import fetching
-from ringattn.dataflow.gathered import relay_of, uses_copy_engines
+from ringattn.dataflow import messages
+from ringattn.dataflow.gather import transfer_of
 from ringattn.layouts.relay import Relay, node_of, relay
 from ringattn.layouts.schedule import Fetch, head_groups
 from ringattn.peer import connect, symmetric
@@ -104,7 +104,7 @@ def pipelined(monkeypatch: pytest.MonkeyPatch) -> None:
     def groups(kv_heads: int, q_heads: int, device: str, backward: bool, **options: bool) -> list[slice]:
         return head_groups(kv_heads, q_heads, "cuda", backward, **options)
 
-    monkeypatch.setattr(fetching, "head_groups", groups)
+    monkeypatch.setattr(messages, "head_groups", groups)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -215,13 +215,13 @@ def test_copy_engines_need_nodes_that_are_the_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(VirtualRank, "linked", ((0, 1), (2, 3)))
     for local_size, copies in ((2, True), (1, False), (4, False), ((1, 3), False)):
         plan = ringattn.plan(16, VirtualRank(0, 4), dataflow="gather", local_size=local_size)
-        assert uses_copy_engines(plan) is copies, local_size
+        assert (transfer_of(plan).inside == "copy engines") is copies, local_size
 
 
 def test_one_host_has_no_relay() -> None:
-    assert relay_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather")) is None
-    assert relay_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=1)) is None
-    assert relay_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=[1, 3])) is not None
+    assert transfer_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather")).relay is None
+    assert transfer_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=1)).relay is None
+    assert transfer_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=[1, 3])).relay is not None
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_every_token_that_a_node_sees_crosses_once(drawn: Any) -> None:
 def test_every_rank_sends_and_receives_through_its_own_card() -> None:
     """In nodes of equal size rank i of each node talks to rank i of the others only, and carries as much as they."""
     plan = ringattn.plan(640, VirtualRank(0, 8), dataflow="gather", local_size=4)
-    result = relay_of(plan)
+    result = transfer_of(plan).relay
     assert result is not None
     for rank, runs in enumerate(result.carried):
         assert {run.owner for run in runs} == {(rank + 4) % 8}
@@ -370,7 +370,7 @@ def spoiled(result: Relay) -> dict[str, Relay]:
 )
 def test_verify_notices_a_relay_that_is_wrong(problem: str) -> None:
     plan = ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=2, layout="contiguous")
-    result = relay_of(plan)
+    result = transfer_of(plan).relay
     assert result is not None
     with pytest.raises(AssertionError, match=problem):
         check_relay(spoiled(result)[problem], plan.fetches)
@@ -378,7 +378,7 @@ def test_verify_notices_a_relay_that_is_wrong(problem: str) -> None:
 
 def test_verify_notices_a_token_that_crosses_twice_or_for_nothing() -> None:
     plan = ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=2, layout="contiguous", causal=True)
-    result = relay_of(plan)
+    result = transfer_of(plan).relay
     assert result is not None
     for owner in (0, 1):  # rank 3 carries tokens of rank 1; those of rank 0 are with rank 2
         last = result.carried[3][-1]

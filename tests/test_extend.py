@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import reference, virtual
-from ringattn.dataflow import DATAFLOWS, fetching
+from ringattn.dataflow import DATAFLOWS, messages
 from ringattn.dataflow.base import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.circulation import Tensors
 from ringattn.dataflow.ring import add_gradients
@@ -283,7 +283,7 @@ def test_backends(dataflow: str) -> None:
 @pytest.mark.parametrize("dataflow", FLOWS)
 def test_score_modifications(dataflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one_head_at_a_time = [slice(head, head + 1) for head in range(KV_HEADS)]  # as gather does on GPUs
-    monkeypatch.setattr(fetching, "head_groups", lambda *args, **options: one_head_at_a_time)
+    monkeypatch.setattr(messages, "head_groups", lambda *args, **options: one_head_at_a_time)
     hold(MASK, LogDistance(torch.tensor([0.1, 0.5, 1.0, 2.0], dtype=torch.float64)), dataflow=dataflow)
 
 

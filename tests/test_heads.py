@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import reference, virtual
-from ringattn.dataflow import fetching
+from ringattn.dataflow import messages
 from ringattn.plans import Plan
 
 SEQ, Q_HEADS, KV_HEADS = 61, 6, 3
@@ -18,7 +18,7 @@ SEQ, Q_HEADS, KV_HEADS = 61, 6, 3
 def one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make groups of one head, as on GPUs; on the CPU, where nothing overlaps, all heads are one group."""
     groups = [slice(h, h + 1) for h in range(KV_HEADS)]
-    monkeypatch.setattr(fetching, "head_groups", lambda *args, **options: groups)
+    monkeypatch.setattr(messages, "head_groups", lambda *args, **options: groups)
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import ringattn
 from ringattn import Partial, virtual
 from ringattn import mask as masks
-from ringattn.dataflow import by_node, choose, fetching, messages, tiles
+from ringattn.dataflow import choose, messages, tiles
 from ringattn.dataflow.base import Call
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import delta
@@ -167,8 +167,7 @@ def test_no_more_than_predicted(
 
 def groups_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut heads into groups as on a GPU."""
-    for module in (fetching, messages, by_node):
-        monkeypatch.setattr(module, "head_groups", lambda k, q, device, *a, **b: head_groups(k, q, "cuda", *a, **b))
+    monkeypatch.setattr(messages, "head_groups", lambda k, q, device, *a, **b: head_groups(k, q, "cuda", *a, **b))
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (8, 8)])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ringattn
 from ringattn import virtual
-from ringattn.dataflow import choose, messages
+from ringattn.dataflow import choose, routes
 from ringattn.dataflow.base import Call
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import delta
@@ -138,7 +138,7 @@ def test_memory_of_nodes_of_several_sizes(monkeypatch: pytest.MonkeyPatch, nodes
 
 def test_memory_where_runs_are_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that are one message arrive without the space between them."""
-    monkeypatch.setattr(messages, "_MESSAGES", 0)
+    monkeypatch.setattr(routes, "_MESSAGES", 0)
     for heads in (2, 16):  # all at once, and in groups
         for mask, layout in (("causal", "zigzag"), ("documents", "balanced"), ("documents", "contiguous")):
             check(5, "gather", mask, layout, Shape(1, heads, heads, 16))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -22,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringattn
 from ringattn import virtual
 from ringattn.agreement import Disagreement
-from ringattn.dataflow import by_node, messages
+from ringattn.dataflow import messages
+from ringattn.dataflow.gather import transfer_of
 from ringattn.dataflow.gathered import gathered_block
-from ringattn.dataflow.messages import collects_runs
 from ringattn.kernels.contract import Delivery, Outputs, completion_groups
 from ringattn.kernels.upload import upload
 from ringattn.layouts import blocks
@@ -150,9 +149,9 @@ def test_a_gather_that_was_planned_ahead_makes_no_routes_later(
     """Runs of few and of many documents, of which the latter are collected; one node and two."""
     made: list[int] = []
     bounds, started = random_bounds(600, documents, 0), threading.Barrier(4)
-    for module, name in itertools.product((messages, by_node), ("collected_routes", "direct_routes")):
-        make = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda rank, *rest, make=make: (made.append(rank), make(rank, *rest))[1])
+    for name in ("collected_routes", "direct_routes"):
+        make = getattr(messages, name)
+        monkeypatch.setattr(messages, name, lambda rank, *rest, make=make: (made.append(rank), make(rank, *rest))[1])
 
     def body(rank: VirtualRank) -> Tensor:
         plan = ringattn.plan(
@@ -393,7 +392,7 @@ def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.
     def body(rank: VirtualRank) -> tuple[Tensor, ...]:
         plan = ringattn.plan(total, rank, cu_seqlens=bounds, causal=True, layout="pairs", dataflow=dataflow)
         assert len(plan.shards[rank.rank]) == 150
-        assert collects_runs(plan)
+        assert transfer_of(plan).collects(0)
         shards = [plan.shard(x).requires_grad_() for x in (q, k, v)]
         out = ringattn.attention(*shards, plan)
         out.backward(plan.shard(dout))

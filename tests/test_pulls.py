@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
 
 import ringattn
-from ringattn.dataflow import fetching
+from ringattn.dataflow import copy_engines
 from ringattn.dataflow.base import Call as Attention
 from ringattn.dataflow.gather import Gather
 from ringattn.dataflow.gathered import gathered_block
@@ -247,8 +247,8 @@ class Kernels(Backend):
         self.world.kernel("sum", [*((None, lambda p=p: add(*p)) for p in tiles), (None, store)])
 
     def patched(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cut = fetching.head_groups
-        monkeypatch.setattr(fetching, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
+        cut = copy_engines.head_groups
+        monkeypatch.setattr(copy_engines, "head_groups", lambda k, q, device, backward: cut(k, q, "cuda", backward))
         monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
         monkeypatch.setattr(summing, "sum_runs", self.sum_runs)
         monkeypatch.setattr(push, "new_counters", self.new_counters(push.new_counters))
@@ -554,14 +554,14 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list that grows by (class, epoch of pulls) when rank 0 prepares the buffers of a shape."""
     made: list[tuple[str, int]] = []
     for name in ("FetchBuffers", "GradientBuffers"):
-        kind = getattr(fetching, name)
+        kind = getattr(copy_engines, name)
 
         def noted(link: memory.Link, *args: Any, kind: type = kind) -> Any:
             if link.rank == 0:
                 made.append((kind.__name__, link.epochs[0]))
             return kind(link, *args)
 
-        monkeypatch.setattr(fetching, name, noted)
+        monkeypatch.setattr(copy_engines, name, noted)
     return made
 
 
@@ -603,8 +603,8 @@ def test_neither_the_tensors_of_a_call_nor_a_link_are_kept(monkeypatch: pytest.M
             super().__init__(*args)
             seen.extend(map(weakref.ref, (self.dk, self.dv)))
 
-    monkeypatch.setattr(fetching, "Pull", Pull)
-    monkeypatch.setattr(fetching, "Push", Push)
+    monkeypatch.setattr(copy_engines, "Pull", Pull)
+    monkeypatch.setattr(copy_engines, "Push", Push)
     gc.collect()
     gc.disable()  # references alone must free the memory that ranks share
     try:

@@ -21,9 +21,10 @@ from simulated_gpus import Deadlock, Network, Shared, Stream, World
 from test_pulls import CPU, WIDTH, Kernels, compare
 
 import ringattn
-from ringattn.dataflow import carrying
-from ringattn.dataflow.gathered import gathered_block, relay_of
-from ringattn.dataflow.messages import many_runs
+from ringattn.dataflow import hierarchical_engines
+from ringattn.dataflow.gather import transfer_of
+from ringattn.dataflow.gathered import gathered_block
+from ringattn.dataflow.routes import many_runs
 from ringattn.peer import link as memory
 from ringattn.request import nodes_of
 from ringattn.virtual import VirtualRank
@@ -45,7 +46,7 @@ class Call(test_pulls.Call):
     def expected(self, plan: ringattn.Plan) -> Tensor:
         """Return the sums of the contributions to a rank's keys: those of its node in the order of ranks, and then the
         sums of other nodes in the order of their carriers."""
-        relay = relay_of(plan)
+        relay = transfer_of(plan).relay
         assert relay is not None
         sums = []
         for ranks in plan.nodes:
@@ -106,7 +107,7 @@ class Nodes(test_pulls.Group):
             buffer_bytes=buffer, local_size=case.nodes,
         )  # fmt: skip
         gathered_block(plan)  # made at once, not by the simulated GPU
-        carrying.network_routes(plan, relay_of(plan), CPU)
+        transfer_of(plan).messages.routes(0, CPU)
         return plan
 
 
@@ -128,7 +129,9 @@ def play(
     with monkeypatch.context() as patch:
         world.patched(patch)
         kernels.patched(patch)
-        patch.setattr(carrying, "carried_waves", functools.partial(on_a_gpu, carrying.carried_waves))
+        patch.setattr(
+            hierarchical_engines, "carried_waves", functools.partial(on_a_gpu, hierarchical_engines.carried_waves)
+        )
         group = Nodes(world, case)
         for number, kind in enumerate(case.calls):
             call = Call(case.of_call(number), number, kind)
@@ -180,7 +183,7 @@ def test_runs_that_cross_are_one_message_where_they_are_many(name: str, collecte
     case = CASES[name]
     rank = VirtualRank(0, case.ranks)
     plan = ringattn.plan(case.seq_len, rank, layout=case.layout, dataflow="gather", **case.mask, local_size=case.nodes)
-    relay = relay_of(plan)
+    relay = transfer_of(plan).relay
     assert relay is not None
     assert many_runs(relay.carried) == collected
 

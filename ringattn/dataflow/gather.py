@@ -18,11 +18,11 @@ Heads are independent, so the work is cut by heads:
   hides its fetch;
 * elsewhere messages fetch, and every group of heads is a wave of its own;
 * on several hosts a key comes to each of them once, by a message, to one of its ranks, and the others take it from
-  there (:mod:`ringattn.layouts.relay`), by messages (:mod:`.by_node`) or copy engines (:mod:`.carrying`).
+  there (:mod:`..layouts.relay`), by messages (:mod:`.hierarchical`) or copy engines (:mod:`.hierarchical_engines`).
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
-How keys arrive and gradients leave: :mod:`.fetching`.
+How keys arrive and gradients leave: :mod:`.transfer`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ import torch
 
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
-from ..layouts.schedule import Fetch, buffer_rows, head_groups
+from ..layouts.relay import relay_between
+from ..layouts.schedule import Fetch
 from ..plans import Plan
 from ..shape import Shape
 from ..trace import named
 from .base import Call, Dataflow, Gradients, Traffic
-from .by_node import relayed_bytes
-from .carrying import carried_bytes
+from .copy_engines import CopyEngines
 from .description import shortened
-from .fetching import fetch_keys, prepare_fetches, return_gradients
-from .gathered import gathered_block, head_waves, relay_of, uses_copy_engines
-from .messages import message_bytes, row_bytes
-from .scratch import piece_elements, walk_bytes
+from .gathered import gathered_block, interleaved
+from .hierarchical import HierarchicalMessages
+from .hierarchical_engines import HierarchicalEngines
+from .messages import Messages
+from .routes import tokens_sent
+from .transfer import Transfer
 
 
 class Gather(Dataflow):
@@ -60,7 +62,7 @@ class Gather(Dataflow):
         result: Result | None = None
         # The pass that looks for the largest score reads all keys in the buffer.
         in_place = waits and call.score.largest is None and call.backend.reads_in_place(call.k, call.v)
-        for part in fetch_keys(call, block, lambda keys, heads: waits, backward=False, in_place=in_place):
+        for part in transfer_of(plan).of(call).fetch(call, block, lambda keys, heads: waits, False, in_place):
             if block.seq_k == 0:
                 continue  # other ranks fetch from this one all the same
             score = call.score if part.whole else call.score.heads(part.q_heads)
@@ -94,9 +96,10 @@ class Gather(Dataflow):
                 counts[heads.start] = count
             return count is not None
 
-        home = return_gradients(call)
+        transfer = transfer_of(plan).of(call)
+        home = transfer.give_back(call)
         leaving: int | None = None
-        for part in fetch_keys(call, block, waits, backward=True):
+        for part in transfer.fetch(call, block, waits, backward=True):
             if part.first:
                 dk, dv = home.buffers(part.wave)
             into = (dk, dv) if part.inside is None else (dk[:, :, part.inside], dv[:, :, part.inside])
@@ -126,7 +129,9 @@ class Gather(Dataflow):
         return Gradients(dq, home.dk, home.dv)
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
-        return plan.once("traffic", lambda: _traffic(plan))[rank]
+        """Return the keys that a rank sends to those that fetch them, and its contributions to those of others."""
+        sent = plan.once("traffic", lambda: tokens_sent(transfer_of(plan).stages, plan.world_size))
+        return Traffic(sent[rank], [others[rank] for others in sent])
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         for rank in range(plan.world_size):
@@ -135,14 +140,14 @@ class Gather(Dataflow):
     def verify(self, plan: Plan) -> None:
         """Prove what is fetched, over which ranks it comes where keys are relayed, and what is computed."""
         verify.check_fetches(plan.fetches, plan.local_lengths_k)
-        relay = relay_of(plan)
+        relay = transfer_of(plan).relay
         if relay is not None:
             verify.check_relay(relay, plan.fetches)
         verify.check_coverage(plan, self.blocks(plan))
 
     def prepare(self, plan: Plan) -> None:
         gathered_block(plan)
-        prepare_fetches(plan)
+        transfer_of(plan).prepare()
 
     def meetings(self, plan: Plan) -> list[str]:
         def text(runs: Sequence[Fetch]) -> str:
@@ -151,12 +156,12 @@ class Gather(Dataflow):
 
         fetched = [f"rank {rank} attends to owner[tokens]: {text(runs)}" for rank, runs in enumerate(plan.fetches)]
         lines = shortened(fetched, "ranks")
-        relay = relay_of(plan)
-        if relay is not None:
-            inside = "copy engines" if uses_copy_engines(plan) else "messages"
+        transfer = transfer_of(plan)
+        if (relay := transfer.relay) is not None:
             sizes = sorted({len(ranks) for ranks in relay.nodes})
             some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-            lines.append(f"{len(relay.nodes)} nodes of {some} ranks: messages between them, {inside} inside of them")
+            inside = f"{transfer.inside} inside of them"
+            lines.append(f"{len(relay.nodes)} nodes of {some} ranks: messages between them, {inside}")
             carried = [
                 f"rank {rank} carries for its node owner[tokens]: {text(runs)}"
                 for rank, runs in enumerate(relay.carried)
@@ -165,54 +170,17 @@ class Gather(Dataflow):
         return lines
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
-        """Return an upper bound on the CPU and over messages. Where the GPUs of one host pull, what is allocated if the
-        kernel waits for keys itself; other kernels take the output of a group of heads more."""
-        relay = relay_of(plan)
-        if relay is None:
-            return (_pulled_bytes if uses_copy_engines(plan) else message_bytes)(plan, shape, backward)
-        return (carried_bytes if uses_copy_engines(plan) else relayed_bytes)(plan, relay, shape, backward)
+        """Return an upper bound on the CPU and over messages."""
+        return transfer_of(plan).memory_bytes(shape, backward)
 
 
-def _traffic(plan: Plan) -> list[Traffic]:
-    """Return what each rank sends: keys to those that fetch them, and contributions to those they were fetched from."""
-    relay, sent = relay_of(plan), [Traffic.nothing(plan.world_size) for _ in range(plan.world_size)]
-    for stage in (plan.fetches,) if relay is None else (relay.carried, relay.fetches):
-        for visitor, runs in enumerate(stage):
-            for run in runs:
-                if run.owner != visitor:
-                    sent[run.owner].shards[visitor] += run.length
-                    sent[visitor].contributions[run.owner] += run.length
-    return sent
-
-
-def _pulled_bytes(plan: Plan, s: Shape, backward: bool) -> int:
-    runs = plan.fetches
-    fetched = buffer_rows(runs[plan.rank])
-    queries, longest = plan.local_lengths[plan.rank], max(plan.local_lengths_k)
-    token = s.batch * (s.head_dim + s.value_dim)  # elements of one key head
-
-    def in_waves(gradients: bool) -> tuple[int, int, int]:
-        """Return the number of waves, the heads of a wave, and the heads that are in memory at the same time."""
-        cut = head_waves(plan, s, gradients)
-        heads = max(wave.stop - wave.start for wave in cut)
-        return len(cut), heads, min(2, len(cut)) * heads
-
-    count, heads, resident = in_waves(backward)
-    total = s.batch * row_bytes(queries, s, backward)
-    total += 2 * s.kv_heads * longest * token * s.itemsize  # two slots that others read
-    # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
-    total += max(resident, in_waves(False)[2]) * fetched * token * s.itemsize
-    if backward:
-        total += (plan.world_size - 1) * heads * longest * token * s.state_itemsize  # what others push
-        # The larger of two: a wave's contributions before dq is made as a result, and after.
-        groups = head_groups(heads, heads * (s.q_heads // s.kv_heads), "cuda", backward)
-        piece = s.batch * piece_elements(plan, s, queries, fetched, max(g.stop - g.start for g in groups))
-        walk = s.batch * walk_bytes(s, [gathered_block(plan)] if plan.mask.is_union else []) * heads // s.kv_heads
-        contributions = (resident * fetched * token + piece) * s.state_itemsize + walk
-        total += max(contributions - s.batch * queries * s.q_heads * s.head_dim * s.itemsize, 0)
-        return total
-    if count > 1:  # a wave's output, before it is put in its place
-        total += s.batch * queries * heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
-    if plan.mask.is_union:
-        total += s.batch * queries * heads * s.state_elements // s.kv_heads * s.state_itemsize
-    return total
+def transfer_of(plan: Plan) -> Transfer:
+    """Return how keys of a plan come, and how gradients return: the only place that chooses. Copy engines move
+    neighbouring tokens between the ranks that a link has; no relay is needed where they connect all ranks."""
+    engines = not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
+    if engines and plan.transport.pulls:
+        return CopyEngines(plan)
+    relay = plan.once("relay", lambda: relay_between(plan.fetches, plan.local_lengths_k, plan.nodes))
+    if relay is None:
+        return CopyEngines(plan) if engines else Messages(plan)
+    return HierarchicalEngines(plan, relay) if engines else HierarchicalMessages(plan, relay)

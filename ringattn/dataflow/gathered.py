@@ -1,12 +1,14 @@
-"""What a plan fetches in the dataflow "gather", in the order of positions, and by which relay where nodes differ."""
+"""What a plan fetches in the dataflow "gather", in the order of positions."""
 
 from __future__ import annotations
 
 import itertools
 
+import torch
+from torch import Tensor
+
 from ..kernels.contract import Block
 from ..layouts import blocks
-from ..layouts.relay import Relay, relay, relays
 from ..layouts.schedule import buffer_rows, gaps, waves
 from ..plans import Plan
 from ..shape import Shape
@@ -27,6 +29,14 @@ def fetched_keys(plan: Plan, rank: int) -> list[range]:
     return [
         keys for run in plan.fetches[rank] for keys in blocks.part(plan.shards_k[run.owner], run.offset, run.length)
     ]
+
+
+def rows_of_keys(plan: Plan) -> Tensor:
+    """Return the row of the buffer for each key that the plan's rank fetches, run by run: (keys,) int64 on the CPU."""
+    order = blocks.concatenate(fetched_keys(plan, plan.rank)).argsort()
+    rows = torch.empty_like(order)
+    rows[order] = blocks.concatenate([run.rows for run in plan.fetches[plan.rank]]).long()
+    return rows
 
 
 def gathered_block(plan: Plan, rank: int | None = None) -> Block:
@@ -52,21 +62,3 @@ def head_waves(plan: Plan, s: Shape, backward: bool) -> list[slice]:
     keys = plan.once("most keys", lambda: max(map(buffer_rows, plan.fetches)))
     head_bytes = s.batch * keys * (s.head_dim + s.value_dim) * (s.itemsize + s.state_itemsize * backward)
     return waves(s.kv_heads, head_bytes, plan.buffer_bytes)
-
-
-def uses_copy_engines(plan: Plan) -> bool:
-    """Return whether copy engines move keys between all ranks, or inside of each node: they move neighbouring tokens
-    between the ranks that a link has."""
-    return not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
-
-
-def relay_of(plan: Plan) -> Relay | None:
-    """Return how keys cross the network once for each node; None where all ranks are of one node, or each of its own,
-    so that every key crosses the network once for each rank that sees it, and where copy engines connect all ranks."""
-
-    def make() -> Relay | None:
-        if not relays(plan.nodes) or (plan.transport.pulls and uses_copy_engines(plan)):
-            return None
-        return relay(plan.fetches, plan.local_lengths_k, plan.nodes)
-
-    return plan.once("relay", make)

@@ -39,11 +39,11 @@ from ..plans import Plan
 from ..shape import Shape
 from .base import Call, Dataflow, Gradients, Traffic
 from .description import shortened
+from .routes import tokens_sent
 from .tiles import (
     Stage,
     Tiles,
     every_query,
-    fetches_of,
     gather,
     keys_blocks,
     of_keys,
@@ -132,7 +132,8 @@ class SameBits(Dataflow):
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
         """Return how many keys, and how many queries, a rank sends to each rank to gather them once."""
-        return Traffic(*(_sent(plan, side, rank) for side in (of_keys(plan), of_queries(plan))))
+        sides = (stages(plan, of_keys(plan)), stages(plan, of_queries(plan)))
+        return Traffic(*(tokens_sent([x.fetches for x in side], plan.world_size)[rank] for side in sides))
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
         return shape.kv_elements * shape.itemsize, _query_bytes(shape) * backward
@@ -190,7 +191,7 @@ class SameBits(Dataflow):
         for side in (of_keys(plan), of_queries(plan)):
             by_node = relayed(plan, side)
             if by_node is not None:
-                verify.check_relay(by_node, fetches_of(side))
+                verify.check_relay(by_node, [theirs.runs for theirs in side])
         verify.check_coverage(plan, self.blocks(plan))
         visible = sum(plan.visible(r, o) for r in range(plan.world_size) for o in range(plan.world_size))
         verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
@@ -201,11 +202,12 @@ def _check_runs(gathered: Tiles, shards: tuple[layouts.Shard, ...], what: str) -
     positions = layouts.positions(gathered.spans)
     arrived = torch.zeros(len(positions), dtype=torch.bool, device="cpu")
     for run in gathered.runs:
-        local = layouts.positions(shards[run.owner])[run.offset : run.offset + run.length]
-        right = torch.equal(run.rows(positions), local)
+        local = layouts.positions(shards[run.owner])[run.tokens]
+        rows = slice(run.rows.start, run.rows.stop, run.step)
+        right = torch.equal(positions[rows], local)
         verify.require(right, f"{what}: {run} is not what its rows stand for")
-        verify.require(not run.rows(arrived).any(), f"{what}: {run} goes to rows of another run")
-        run.rows(arrived).fill_(True)
+        verify.require(not arrived[rows].any(), f"{what}: {run} goes to rows of another run")
+        arrived[rows] = True
     return arrived
 
 
@@ -244,23 +246,14 @@ def _part(block: Block, queries: slice, keys: slice) -> Block:
 # What moves
 
 
-def _sent(plan: Plan, gathered: tuple[Tiles, ...], rank: int) -> list[int]:
-    """Return how many tokens a rank sends to each other one."""
-    return [
-        sum(run.length for stage in stages(plan, gathered) for run in stage.runs[r] if run.owner == rank != r)
-        for r in range(plan.world_size)
-    ]
-
-
 def _moved(plan: Plan, gathered: tuple[Tiles, ...]) -> int:
     """Return the tokens in memory while the plan's rank gathers: its buffer, what has arrived, and what it sends; after
     an exchange between nodes also those that it carries, next to its own."""
     rank = plan.rank
 
     def moved(stage: Stage) -> int:
-        arriving = sum(run.length for run in stage.runs[rank] if run.owner != rank)
-        leaving = sum(run.length for r, runs in enumerate(stage.runs) for run in runs if run.owner == rank != r)
-        return stage.rows[rank] + arriving + leaving
+        sent = tokens_sent([stage.fetches], plan.world_size)
+        return stage.rows[rank] + sum(sent[rank]) + sum(others[rank] for others in sent)
 
     *between, last = stages(plan, gathered)
     if not between:

@@ -26,26 +26,13 @@ from ..kernels.contract import GRID, Block, flush_period
 from ..layouts import blocks
 from ..layouts import shards as layouts
 from ..layouts.needs import located, visible_part
-from ..layouts.relay import Relay, relay, relays
+from ..layouts.relay import Relay, relay_between
 from ..layouts.schedule import Fetch
 from ..layouts.shards import Shard
 from ..masks.intervals import Intervals, Mask
+from ..memo import Memo
 from ..plans import Plan
-from ..transport.group import Message
-
-
-class Run(NamedTuple):
-    """``length`` tokens from ``offset`` of the shard of ``owner``, which go to rows ``first``, ``first + step``, ..."""
-
-    owner: int
-    offset: int
-    length: int
-    first: int
-    step: int
-
-    def rows(self, buffer: Tensor) -> Tensor:
-        """Return the view of these rows of a buffer, whose first dimension is tokens."""
-        return buffer[self.first : self.first + (self.length - 1) * self.step + 1 : self.step]
+from .routes import Routes, collected_routes
 
 
 class Tiles(NamedTuple):
@@ -58,7 +45,7 @@ class Tiles(NamedTuple):
     """
 
     spans: tuple[range, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Fetch, ...]
     held: int
 
     @property
@@ -136,7 +123,7 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
     result = []
     for wanted, shard in zip(needed, shards, strict=True):
         spans: list[range] = []
-        runs: list[Run] = []
+        runs: list[Fetch] = []
         row = 0
         for tiles in _whole_tiles(wanted):
             padding = (tiles.start - row) % unit
@@ -145,7 +132,7 @@ def _tiles(needed: list[list[range]], shards: Sequence[Shard], unit: int) -> tup
             begin = max(bisect_right(starts, tiles.start) - 1, 0) if disjoint else 0
             for one in everything[begin : bisect_left(starts, tiles.stop)]:
                 for run, owner, offset in visible_part(tiles, one):
-                    runs.append(Run(owner, offset, len(run), row + run.start - tiles.start, run.step))
+                    runs.append(Fetch(owner, offset, len(run), row + run.start - tiles.start, run.step))
             row += len(tiles)
         result.append(Tiles(tuple(spans) or (range(GRID),), tuple(runs), layouts.length(shard)))
     return tuple(result)
@@ -211,49 +198,35 @@ def queries_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
 
 
 class Stage(NamedTuple):
-    """An exchange of a gather: the runs that each rank takes of the others' tokens, and the rows of its buffer."""
+    """An exchange of a gather: the runs that each rank takes of the tokens that ranks hold, and the rows of its buffer.
+    The ``routes`` are those of other ranks' tokens."""
 
-    runs: tuple[tuple[Run, ...], ...]
-    rows: tuple[int, ...]
-
-
-def fetches_of(tiles: Sequence[Tiles]) -> list[list[Fetch]]:
-    """Return the runs that every rank gathers, one after another."""
-    result = []
-    for theirs in tiles:
-        edges = itertools.accumulate((run.length for run in theirs.runs), initial=0)
-        pairs = zip(theirs.runs, edges, strict=False)
-        result.append([Fetch(run.owner, run.offset, run.length, first) for run, first in pairs])
-    return result
+    fetches: Sequence[Sequence[Fetch]]
+    rows: Sequence[int]
+    routes: Memo[Routes]
 
 
 def relayed(plan: Plan, tiles: tuple[Tiles, ...]) -> Relay | None:
-    """Return how tokens cross the network once for each node (:mod:`..layouts.relay`), None where nodes do not matter.
-    Its runs are in the order of the tiles', and their rows without the space between."""
+    """Return how tokens cross the network once for each node (:mod:`..layouts.relay`)."""
 
-    def make() -> tuple[Relay, object]:
-        return relay(fetches_of(tiles), [theirs.held for theirs in tiles], plan.nodes), tiles
+    def make() -> tuple[Relay | None, object]:
+        return relay_between([theirs.runs for theirs in tiles], [theirs.held for theirs in tiles], plan.nodes), tiles
 
-    return plan.once(("relay", id(tiles)), make)[0] if relays(plan.nodes) else None  # by identity, see stages()
+    # By identity, because a hash of all runs takes as long as a launch. What is kept keeps the tiles: no others get
+    # their id.
+    return plan.once(("relay", id(tiles)), make)[0]
 
 
 def stages(plan: Plan, tiles: tuple[Tiles, ...]) -> list[Stage]:
     """Return the exchanges of a gather: one, or one between nodes and then, of what is there, one inside of them."""
 
     def make() -> tuple[list[Stage], object]:
-        rows, by_node = tuple(theirs.rows for theirs in tiles), relayed(plan, tiles)
-        if by_node is None:
-            return [Stage(tuple(theirs.runs for theirs in tiles), rows)], tiles
-        between = tuple(tuple(Run(r.owner, r.offset, r.length, r.first, 1) for r in runs) for runs in by_node.carried)
-        inside = tuple(
-            tuple(run._replace(owner=r.owner, offset=r.offset) for run, r in zip(theirs.runs, runs, strict=True))
-            for theirs, runs in zip(tiles, by_node.fetches, strict=True)
-        )
-        carried = tuple(length - own for length, own in zip(by_node.lengths, by_node.own, strict=True))
-        return [Stage(between, carried), Stage(inside, rows)], tiles
+        rows, relay = [theirs.rows for theirs in tiles], relayed(plan, tiles)
+        if relay is None:
+            return [Stage([theirs.runs for theirs in tiles], rows, Memo(2))], tiles
+        carried = [length - own for length, own in zip(relay.lengths, relay.own, strict=True)]
+        return [Stage(relay.carried, carried, Memo(2)), Stage(relay.fetches, rows, Memo(2))], tiles
 
-    # By identity, because a hash of all runs takes as long as a launch. What is kept keeps the tiles: no others get
-    # their id.
     return plan.once(("stages", id(tiles)), make)[0]
 
 
@@ -271,23 +244,20 @@ def gather(plan: Plan, tensors: Sequence[Tensor], tiles: tuple[Tiles, ...]) -> l
 
 def _exchange(plan: Plan, tensors: Sequence[Tensor], stage: Stage) -> list[Tensor]:
     """Return a buffer for each tensor, whose first dimension is tokens, with the runs that this rank takes."""
-    rank, own = plan.rank, stage.runs[plan.rank]
-    owners = sorted({run.owner for run in own} - {rank})
-    wanted = [[run for run in theirs if run.owner == rank] for theirs in stage.runs]
-    buffers, sends, receives = [], list[Message](), list[Message]()
-    for rows in tensors:
-        buffers.append(rows.new_zeros((stage.rows[rank], *rows.shape[1:])))
-        for run in wanted[rank]:
-            run.rows(buffers[-1]).copy_(rows[run.offset : run.offset + run.length])
-        for visitor, runs in enumerate(wanted):
-            if runs and visitor != rank:
-                sends.append((torch.cat([rows[run.offset : run.offset + run.length] for run in runs]), visitor))
-        for owner in owners:
-            count = sum(run.length for run in own if run.owner == owner)
-            receives.append((rows.new_empty((count, *rows.shape[1:])), owner))
-    plan.transport.start(sends, receives).wait()
-    for i, (arrived, owner) in enumerate(receives):
-        theirs = [run for run in own if run.owner == owner]
-        for run, rows in zip(theirs, arrived.split([run.length for run in theirs]), strict=True):
-            run.rows(buffers[i // len(owners)]).copy_(rows)
+    device = tensors[0].device
+    routes = stage.routes.once(device, lambda: _routes(plan.rank, stage).on(device))
+    deliveries = [routes.deliver(routes.outgoing(x)) for x in tensors]
+    sends = [message for delivery in deliveries for message in delivery.sends]
+    plan.transport.start(sends, [message for delivery in deliveries for message in delivery.receives]).wait()
+    buffers = [routes.sorted(delivery.buffer) for delivery in deliveries]
+    for run in stage.fetches[plan.rank]:
+        if run.owner == plan.rank:  # they need no message
+            for x, buffer in zip(tensors, buffers, strict=True):
+                buffer[run.rows.start : run.rows.stop : run.step].copy_(x[run.tokens])
     return buffers
+
+
+def _routes(rank: int, stage: Stage) -> Routes:
+    others = [[run for run in runs if run.owner != visitor] for visitor, runs in enumerate(stage.fetches)]
+    places = blocks.concatenate([run.rows for run in others[rank]]).long()
+    return collected_routes(rank, others, places, stage.rows[rank])

@@ -55,6 +55,12 @@ def relays(nodes: Nodes) -> bool:
     return 1 < len(nodes) < sum(map(len, nodes))
 
 
+def relay_between(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int], nodes: Nodes) -> Relay | None:
+    """Return the :func:`relay` of a gather; None where all ranks are of one node, or each of its own, so that every
+    token crosses the network once for each rank that takes it."""
+    return relay(fetches, lengths, nodes) if relays(nodes) else None
+
+
 def node_of(nodes: Nodes) -> dict[int, int]:
     """Return the number of every rank's node."""
     return {rank: node for node, ranks in enumerate(nodes) for rank in ranks}

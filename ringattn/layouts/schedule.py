@@ -43,16 +43,26 @@ class Step:
 
 
 class Fetch(NamedTuple):
-    """A run of neighbouring tokens that one rank takes from another in the dataflow "gather".
-
-    It is ``length`` tokens from ``offset`` of the shard of ``owner``, and as many rows from ``first`` of the buffer of
-    the rank that fetches. Between runs there may be rows of no run (:mod:`.alignment`).
+    """A run of neighbouring tokens that one rank takes from another: ``length`` tokens from ``offset`` of the shard of
+    ``owner``, which go to rows ``first``, ``first + step``, ... of the buffer of the rank that fetches. Between runs
+    there may be rows of no run (:mod:`.alignment`).
     """
 
     owner: int
     offset: int
     length: int
     first: int
+    step: int = 1
+
+    @property
+    def tokens(self) -> slice:
+        """The tokens of the owner's shard."""
+        return slice(self.offset, self.offset + self.length)
+
+    @property
+    def rows(self) -> range:
+        """The rows of the buffer."""
+        return range(self.first, self.first + self.length * self.step, self.step)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,145 @@
+"""Keys and values that copy engines pull from the memory of the other GPUs of a host, and gradients that they push
+there (:mod:`ringattn.peer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..kernels.contract import Block, Keys
+from ..layouts.schedule import buffer_rows, head_groups
+from ..peer.link import Link
+from ..peer.pull import FetchBuffers, Pattern, Pull
+from ..peer.push import GradientBuffers, Push
+from ..shape import Shape
+from ..trace import named
+from .base import Call
+from .gathered import gathered_block, head_waves
+from .messages import Messages, row_bytes
+from .scratch import piece_elements, walk_bytes
+from .transfer import GradientReturn, Part, Transfer, Waits
+
+
+@dataclass(frozen=True)
+class CopyEngines(Transfer):
+    """From the memory of each rank to that of each other one.
+
+    Args:
+        link: the shared memory of one call; absent before :meth:`of`.
+    """
+
+    inside = "copy engines"
+    link: Link | None = None
+
+    @property
+    def messages(self) -> Messages:
+        """What moves tensors that have no link."""
+        return Messages(self.plan)
+
+    @property
+    def pattern(self) -> Pattern:
+        """What the ranks of a link fetch from each other."""
+        return self.plan.once("pattern", lambda: Pattern.flat(self.plan.fetches, self.plan.local_lengths_k))
+
+    def waves(self, shape: Shape, backward: bool) -> list[slice]:
+        """Return the key heads that one kernel attends to, wave by wave; two of them are in memory together."""
+        return head_waves(self.plan, shape, backward)
+
+    def of(self, call: Call) -> Transfer:
+        link = self.plan.transport.link(call.q) if self.plan.seq_len_k > 0 else None
+        return self.messages if link is None else replace(self, link=link)
+
+    def prepare(self) -> None:
+        _ = self.pattern
+
+    def buffers(self, call: Call, backward: bool) -> tuple[Link, FetchBuffers]:
+        """Return the link of a call, and what is pulled through it."""
+        k, v, link, cut = call.k, call.v, self.link, self.waves(call.shape, backward)
+        assert link is not None
+        key = ("fetch buffers", self.plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
+        return link, link.prepare(key, lambda: FetchBuffers(link, k, v, self.pattern, cut))
+
+    def push(self, call: Call) -> Push:
+        """Return the contributions of a call, which are pushed to the ranks of the link."""
+        kv, link, cut = (call.k, call.v), self.link, self.waves(call.shape, backward=True)
+        assert link is not None
+        key = ("gradient buffers", self.plan.handle, call.k.shape, call.v.shape, call.k.dtype)
+        make = lambda: GradientBuffers(link, kv, call.accumulation_dtype, self.pattern, cut)  # noqa: E731
+        return Push(link, link.prepare(key, make), kv)
+
+    def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
+        link, buffers = self.buffers(call, backward)
+        cut, pull = buffers.waves, Pull(link, buffers, call.k, call.v, in_place)
+
+        def start(wave: int) -> tuple[Keys, bool, list[slice]]:
+            count, q_heads = cut[wave].stop - cut[wave].start, call.q_heads(cut[wave])
+            keys = Keys(*buffers.kv[wave], block)
+            whole = waits(keys, q_heads)
+            q_count = q_heads.stop - q_heads.start
+            groups = [slice(0, count)] if whole else head_groups(count, q_count, call.q.device.type, backward)
+            with named("wave", wave, "pull"):
+                pull.start(wave, groups)
+            return keys, whole, groups
+
+        started = start(0)
+        for wave, heads in enumerate(cut):
+            keys, whole, groups = started
+            if wave + 1 < len(cut):
+                started = start(wave + 1)
+            if whole:
+                yield Part(wave, None, call.q_heads(heads), keys._replace(ready=pull.ready(wave)), len(cut) == 1)
+            for i, g in enumerate(() if whole else groups):
+                pull.wait(wave, g)
+                q_heads = call.q_heads(slice(heads.start + g.start, heads.start + g.stop))
+                some = Keys(keys.k[:, :, g], keys.v[:, :, g], block)
+                yield Part(wave, g, q_heads, some, len(cut) == len(groups) == 1, i == 0, i == len(groups) - 1)
+            pull.release(wave)
+
+    def give_back(self, call: Call) -> GradientReturn:
+        return self.push(call)
+
+    def memory_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return what is allocated if the kernel waits for keys itself; other kernels take the output of a group of
+        heads more."""
+        if not backward:
+            return self.kept_bytes(shape, backward) + self.wave_bytes(shape)
+        # The larger of two: a wave's contributions before dq is made as a result, and after.
+        heads, together = _in_memory(self.waves(shape, backward))
+        groups = head_groups(heads, heads * (shape.q_heads // shape.kv_heads), "cuda", backward)
+        most = max(g.stop - g.start for g in groups)
+        contributions = self.contribution_bytes(shape, together * buffer_rows(self.plan.fetches[self.plan.rank]), most)
+        dq = shape.batch * self.plan.local_lengths[self.plan.rank] * shape.q_heads * shape.head_dim * shape.itemsize
+        return self.kept_bytes(shape, backward) + max(contributions - dq, 0)
+
+    def kept_bytes(self, s: Shape, backward: bool) -> int:
+        """Return the bytes of delta and dq, of the memory that ranks share, and of the receive buffer."""
+        plan, pattern, token = self.plan, self.pattern, s.batch * (s.head_dim + s.value_dim)  # elements of a key head
+        heads, together = _in_memory(self.waves(s, backward))
+        # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
+        buffered = max(together, _in_memory(self.waves(s, False))[1]) * buffer_rows(plan.fetches[plan.rank])
+        total = s.batch * row_bytes(plan.local_lengths[plan.rank], s, backward)
+        total += (2 * s.kv_heads * pattern.longest + buffered) * token * s.itemsize  # keys in two slots
+        return total + backward * (pattern.ranks - 1) * heads * pattern.longest * token * s.state_itemsize  # pushed
+
+    def wave_bytes(self, s: Shape) -> int:
+        """Return the bytes of a wave's output, before it is put in its place, and of the states under a union."""
+        cut, queries = self.waves(s, False), self.plan.local_lengths[self.plan.rank]
+        heads, _ = _in_memory(cut)
+        output = heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
+        states = self.plan.mask.is_union * heads * s.batch * queries * s.state_elements // s.kv_heads
+        return (len(cut) > 1) * s.batch * queries * output + states * s.state_itemsize
+
+    def contribution_bytes(self, s: Shape, rows: int, most: int) -> int:
+        """Return the bytes of gradients of some rows of one key head, and of what a kernel of ``most`` key heads needs
+        for them."""
+        plan, (heads, _), token = self.plan, _in_memory(self.waves(s, True)), s.batch * (s.head_dim + s.value_dim)
+        queries, fetched = plan.local_lengths[plan.rank], buffer_rows(plan.fetches[plan.rank])
+        piece = s.batch * piece_elements(plan, s, queries, fetched, most)
+        walk = s.batch * walk_bytes(s, [gathered_block(plan)] if plan.mask.is_union else []) * heads // s.kv_heads
+        return (rows * token + piece) * s.state_itemsize + walk
+
+
+def _in_memory(cut: list[slice]) -> tuple[int, int]:
+    """Return the heads of the largest wave, and those that are in memory at the same time."""
+    most = max(wave.stop - wave.start for wave in cut)
+    return most, min(2, len(cut)) * most

@@ -1,0 +1,166 @@
+"""Hierarchical gather by messages: keys cross the network once for each node, and gradients are summed before they do.
+
+Two exchanges in a row take a group of heads to its kernel (:mod:`..layouts.relay`): one between nodes, into the
+extended shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of
+messages, so that the network and the links of a node move at the same time:
+
+    turn      0       1       2       3       4
+    network   g0      g1      g2      g3
+    node              g0      g1      g2      g3
+    kernel                    g0      g1      g2      g3
+
+Gradients go the same way back. A carrier sums the contributions of its node in the order of ranks, and an owner those
+of its own node and then those of carriers in the order of ranks, so that sums have the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ..kernels.contract import Block, CompletionCounts
+from ..layouts.schedule import buffer_rows
+from ..shape import Shape
+from ..transport.group import Message
+from ..transport.pending import Pending
+from .base import Call
+from .messages import Contributions, Messages, delivered_rows, kernel_bytes, part_of, row_bytes
+from .routes import Return, tokens_of
+from .transfer import GradientReturn, Part, Waits
+
+
+class HierarchicalMessages(Messages):
+    """Across the network once for each node, and from there to the others."""
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens of the rank's own shard, and of its extended one."""
+        assert self.relay is not None
+        return self.relay.own[self.plan.rank], self.relay.lengths[self.plan.rank]
+
+    def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
+        network, node = (self.routes(stage, call.k.device) for stage in range(2))
+        own, extended = self.tokens
+        groups = self.groups(call.shape, call.q.device, backward)
+        shards: dict[int, Tensor] = {}  # extended, by group
+        buffers: dict[int, Tensor] = {}
+
+        def start(turn: int) -> Pending:
+            sends, receives = list[Message](), list[Message]()
+            if turn < len(groups):
+                shards[turn] = shard = _extended(call, groups[turn], own, extended)
+                between = network.deliver(network.outgoing(shard[:own]), shard[own:])
+                sends, receives = sends + between.sends, receives + between.receives
+            if turn > 0:
+                inside = node.deliver(node.outgoing(shards.pop(turn - 1)))
+                sends, receives = sends + inside.sends, receives + inside.receives
+                buffers[turn - 1] = inside.buffer
+            return call.plan.transport.start(sends, receives)
+
+        start(0).wait()
+        moving = start(1)
+        for i in range(len(groups)):
+            moving.wait()
+            if i + 1 < len(groups):
+                moving = start(i + 2)
+            yield part_of(call, block, groups, i, node.sorted(buffers.pop(i)))
+
+    def give_back(self, call: Call) -> GradientReturn:
+        return RelayedGradients(call, self)
+
+    def memory_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return the most of all moments of the pipeline."""
+        plan, s, rank, (carried, fetches) = self.plan, shape, self.plan.rank, self.stages
+        queries, (own, extended), fetched = plan.local_lengths[rank], self.tokens, buffer_rows(fetches[rank])
+        sent, out = tokens_of(rank, carried), tokens_of(rank, fetches)
+        arriving = out - tokens_of(rank, [fetches[rank]])
+        inside, copied = self.collects(1), self.collects(0) * sent  # copies of what leaves
+        leaves, delivered = out if inside else extended, delivered_rows(fetches[rank], inside)
+        cut = self.groups(s, plan.transport.device, backward)
+        shares = [0.0, 0.0, 0.0, *((g.stop - g.start) / s.kv_heads for g in cut), 0.0, 0.0]
+        kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
+        key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
+        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        moments = []
+        # The group c is attended, d is inside of the node and e on the network; their gradients are two turns later.
+        for i, (a, b, c, d, e) in enumerate(zip(*(shares[j:] for j in range(5)), strict=False), -1):
+            network = e * (extended + copied)
+            resting = (c * fetched + d * ((arriving > 0) * leaves + delivered) + network) * key
+            starts = (c * delivered + d * max(extended + inside * out, leaves + delivered) + network) * key
+            arrives = max(starts, resting + inside * c * delivered * key)
+            if not backward:  # the whole output is made after the first group's
+                some, whole = (len(cut) > 1) * c * results, (i <= 0) * results
+                moments += [arrives - whole]
+                if i >= 0:
+                    moments += [resting + some, resting + kernel + some - (len(cut) > 1) * whole]
+                continue
+            made, within, between = c * fetched, b * (delivered + arriving), a * (extended + sent)
+            moments += [arrives + (within + between) * gradient]
+            moments += [resting + (made + within + between) * gradient + kernel]
+            moments += [resting + (made + within + b * extended) * gradient]
+            leaving = c * delivered + max(inside * made, c * arriving + b * sent)
+            moments += [resting + (leaving + b * extended) * gradient]
+        if not backward:
+            return round(s.batch * max(0.0, *moments))
+        before, last = shares[-4:-2]
+        moments += [(last * (delivered + arriving) + max(before * (extended + sent), last * extended)) * gradient]
+        moments += [last * (extended + sent) * gradient]
+        peak = max(moments) + row_bytes(queries, s, backward) + own * gradient
+        return round(s.batch * s.beyond_results(queries, own, peak))
+
+
+def _extended(call: Call, heads: slice, tokens: int, extended: int) -> Tensor:
+    """Return the extended shard of some heads, of which this rank's own tokens are there: (tokens, batch, heads, both
+    head dims)."""
+    k, v = call.k[:, :, heads], call.v[:, :, heads]
+    shard = k.new_empty(extended, k.shape[0], k.shape[2], k.shape[3] + v.shape[3])
+    own = shard[:tokens].transpose(0, 1)
+    own[..., : k.shape[3]].copy_(k)
+    own[..., k.shape[3] :].copy_(v)
+    return shard
+
+
+class RelayedGradients(Contributions):
+    """Gradients that return to carriers, and their sums to the owners of the keys: while those of one group cross the
+    network, those of the next one move inside of the node."""
+
+    def __init__(self, call: Call, transfer: HierarchicalMessages) -> None:
+        super().__init__(call, transfer.groups(call.shape, call.q.device, backward=True))
+        self.network, self.node = (transfer.routes(stage, call.k.device) for stage in range(2))
+        self.own, self.extended = transfer.tokens
+        self.sums: dict[int, Tensor] = {}  # of this node, of the rows of extended shards
+        self.inside: Return | None = None
+        self.between: Return | None = None
+
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
+        self.inside = self.node.give_back(self.node.unsorted(self.partials.pop(wave)))
+        self._start(wave - 1)
+
+    def _start(self, summed: int) -> None:
+        """Start the exchange inside of the node, if any, and the one between nodes of a wave that is summed."""
+        self.between = self.network.give_back(self.sums[summed][self.own :]) if summed in self.sums else None
+        both = [one for one in (self.between, self.inside) if one is not None]
+        sends = [message for one in both for message in one.sends]
+        receives = [message for one in both for message in one.receives]
+        self.moving: Pending = self.transport.start(sends, receives)
+
+    def finish(self, wave: int) -> None:
+        self._arrive(wave)
+        if wave + 1 == len(self.groups):
+            self._start(wave)
+            self._arrive(wave + 1)
+
+    def _arrive(self, wave: int) -> None:
+        """Wait for the contributions to a wave inside of the node, if any, and to the one before between nodes."""
+        self.moving.wait()
+        if self.between is not None:
+            total = self.sums.pop(wave - 1)[: self.own]
+            self.network.add(self.between.pieces, total)
+            self.store(wave - 1, total)
+            self.between = None
+            del total  # before the next sums are made
+        if self.inside is not None:
+            self.sums[wave] = self.zeros(wave, self.extended)
+            self.node.add(self.inside.pieces, self.sums[wave])
+            self.inside = None

@@ -1,0 +1,156 @@
+"""Hierarchical gather where copy engines move what is inside of a node: messages bring keys into the memory that the
+node's GPUs share, from which they pull them (:mod:`ringattn.peer.carry`), and take sums of gradients from it.
+
+Heads are processed in waves, one kernel each. While a wave is attended, the next ones cross the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.contract import Block, CompletionCounts, Keys
+from ..layouts.relay import Relay
+from ..layouts.schedule import Fetch, buffer_rows, carried_waves
+from ..peer.carry import CarriedPull
+from ..peer.pull import Pattern
+from ..shape import Shape
+from .base import Call
+from .copy_engines import CopyEngines
+from .hierarchical import HierarchicalMessages
+from .routes import tokens_of
+from .transfer import GradientReturn, Part, Waits
+
+
+class HierarchicalEngines(CopyEngines):
+    """Across the network once for each node, by messages, and inside of a node by copy engines."""
+
+    @property
+    def messages(self) -> HierarchicalMessages:
+        return HierarchicalMessages(self.plan, self.relay)
+
+    @property
+    def pattern(self) -> Pattern:
+        assert self.relay is not None
+        relay = self.relay
+        return self.plan.once("pattern", lambda: pattern(self.plan.rank, relay))
+
+    def waves(self, shape: Shape, backward: bool) -> list[slice]:
+        device = self.plan.transport.device.type
+        return carried_waves(super().waves(shape, backward), shape.q_heads, device, backward)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.messages.routes(0)
+
+    def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
+        link, buffers = self.buffers(call, backward)
+        cut, routes, transport = buffers.waves, self.messages.routes(0, call.k.device), self.plan.transport
+        own, _ = self.messages.tokens
+
+        def move(shard: Tensor, heads: slice) -> None:
+            if routes.leaving is None:  # from its place to its place, for each head
+                each = [routes.deliver(x[:own], x[own:]) for element in shard[:, heads] for x in element]
+                sends = [message for delivery in each for message in delivery.sends]
+                transport.start(sends, [message for delivery in each for message in delivery.receives]).wait()
+                return
+            rows = shard[:, heads].permute(2, 0, 1, 3)
+            delivery = routes.deliver(routes.outgoing(rows[:own]))
+            transport.start(delivery.sends, delivery.receives).wait()
+            rows[own:].copy_(delivery.buffer)
+
+        pull = CarriedPull(link, buffers, call.k, call.v, move)
+        pull.start(0)
+        for wave, heads in enumerate(cut):
+            if wave + 1 < len(cut):
+                pull.start(wave + 1)
+            pull.wait(wave)
+            yield Part(wave, None, call.q_heads(heads), Keys(*buffers.kv[wave], block), len(cut) == 1)
+            pull.release(wave)
+
+    def give_back(self, call: Call) -> GradientReturn:
+        return PushedToCarriers(call, self)
+
+    def memory_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries,
+        and the receive buffer; in the backward contributions and their sums."""
+        assert self.relay is not None
+        s, rank, cut = shape, self.plan.rank, self.waves(shape, backward)
+        (own, extended), sent = self.messages.tokens, tokens_of(rank, self.relay.carried)
+        heads = max(wave.stop - wave.start for wave in cut)
+        total = self.kept_bytes(s, backward)
+        if self.messages.collects(0):  # what leaves and what arrives in a wave
+            total += heads * (sent + extended - own) * s.batch * (s.head_dim + s.value_dim) * s.itemsize
+        if not backward:
+            return total + self.wave_bytes(s)
+        rows = min(2, len(cut)) * heads * (buffer_rows(self.plan.fetches[rank]) + extended + sent)
+        return total + self.contribution_bytes(s, rows, heads)
+
+
+def pattern(rank: int, relay: Relay) -> Pattern:
+    """Return what the ranks of a rank's node fetch from each other."""
+    node = next(ranks for ranks in relay.nodes if rank in ranks)
+    place = {other: i for i, other in enumerate(node)}
+    lengths = relay.lengths
+
+    def by_place(run: Fetch) -> Fetch:
+        return run._replace(owner=place[run.owner])
+
+    return Pattern(
+        [tuple(map(by_place, relay.fetches[other])) for other in node],
+        [lengths[other] for other in node],
+        [relay.own[other] for other in node],
+        max(lengths),
+        max(map(len, relay.nodes)),
+        [(run.offset, run.offset + run.length) for runs in relay.carried for run in runs if run.owner == rank],
+    )
+
+
+class PushedToCarriers(GradientReturn):
+    """Gradients that are pushed to the carriers of the keys, and their sums, which go to the owners by messages: while
+    those of one wave cross the network, the next one is attended."""
+
+    def __init__(self, call: Call, transfer: HierarchicalEngines) -> None:
+        self.push, self.transport = transfer.push(call), call.plan.transport
+        self.link, self.waves = self.push.link, self.push.targets.waves
+        self.dk, self.dv = self.push.dk, self.push.dv
+        self.network = transfer.messages.routes(0, call.k.device)
+        self.own, self.extended = transfer.messages.tokens
+        self.moving: list[tuple[int, Tensor, Sequence[tuple[slice, Tensor]], torch.cuda.Event]] = []
+
+    def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
+        return self.push.buffers(wave)
+
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
+        self.push.start(wave, counts)
+
+    def finish(self, wave: int) -> None:
+        targets, heads = self.push.targets, self.waves[wave]
+        shape = self.extended, targets.batch, heads.stop - heads.start, targets.width
+        sums = torch.empty(shape, dtype=targets.dtype, device=self.dk.device)
+        rows = sums.transpose(0, 1)
+        self.push.sum_into(wave, rows[..., : targets.dim], rows[..., targets.dim :])
+        self._arrive()
+        returned = self.network.give_back(sums[self.own :])
+        main, stream = self.link.current_stream(), self.link.moving  # after the messages that bring keys
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            self.transport.start(returned.sends, returned.receives).wait()
+        event = torch.cuda.Event()
+        event.record(stream)
+        self.moving.append((wave, sums, returned.pieces, event))
+        if wave + 1 == len(self.waves):
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Add what has come from other nodes for the last wave, and store the sums of this rank's own tokens."""
+        for wave, sums, pieces, event in self.moving:
+            self.link.current_stream().wait_event(event)
+            total, heads, dim = sums[: self.own], self.waves[wave], self.push.targets.dim
+            self.network.add(pieces, total)
+            rows = total.transpose(0, 1)
+            self.dk[:, :, heads].copy_(rows[..., :dim])
+            self.dv[:, :, heads].copy_(rows[..., dim:])
+        self.moving.clear()

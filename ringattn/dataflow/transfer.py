@@ -1,0 +1,120 @@
+"""The contract of a transfer: how keys and values come to the ranks of the dataflow "gather", part by part, and how
+their gradients return. :func:`.gather.transfer_of` chooses one of four:
+
+                              ranks of one host                  ranks of several hosts
+    GPUs that share memory    CopyEngines                        HierarchicalEngines: messages to one rank of a host,
+                                                                 from which copy engines of the others fetch
+    others, and layouts in    Messages                           HierarchicalMessages: messages to one rank of a host,
+    which runs interleave                                        and from there to the others
+
+A rank's buffer is a list of :class:`~..layouts.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
+position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from torch import Tensor
+
+from ..kernels.contract import Block, CompletionCounts, Keys
+from ..layouts.relay import Relay
+from ..layouts.schedule import Fetch
+from ..plans import Plan
+from ..shape import Shape
+from .base import Call
+
+Waits = Callable[[Keys, slice], bool]
+
+
+class Part(NamedTuple):
+    """Key heads that one kernel takes.
+
+    Args:
+        wave: its number.
+        inside: heads inside the wave; None for all of it.
+        q_heads: the query heads that read them.
+        keys: k, v (batch, keys, heads, head_dim), complete or arriving, and the block.
+        whole: True if these are all heads of the call.
+        first, last: of its wave.
+    """
+
+    wave: int
+    inside: slice | None
+    q_heads: slice
+    keys: Keys
+    whole: bool
+    first: bool = True
+    last: bool = True
+
+    def queries(self, x: Tensor, dim: int) -> Tensor:
+        """Return the query heads of this part of x, which has all query heads along ``dim``."""
+        return x if self.whole else x.narrow(dim, self.q_heads.start, self.q_heads.stop - self.q_heads.start)
+
+
+class GradientReturn(Protocol):
+    """How partial gradients return to the ranks that own the keys, wave by wave. ``dk, dv``: the sums at their owner,
+    when all waves are finished."""
+
+    dk: Tensor
+    dv: Tensor
+
+    def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
+        """Return where this rank's contributions of a wave are to be written: (batch, keys, heads, head_dim)."""
+
+    def counters(self, wave: int, counts: CompletionCounts) -> Tensor:
+        """Return the counters that the kernel of a wave raises, where it may get keys that are still arriving."""
+        raise AssertionError("the keys of a wave are complete: nothing is counted")
+
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
+        """Send a wave, after its kernel has been launched."""
+
+    def finish(self, wave: int) -> None:
+        """Wait for the contributions of a wave and sum them in the order of ranks."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A plan's transfer. Its tables are kept by the plan.
+
+    Args:
+        relay: how keys cross the network once for each node; None where nodes do not matter.
+    """
+
+    plan: Plan
+    relay: Relay | None = None
+    inside: ClassVar[str] = "messages"  # what moves keys inside of a node
+
+    @property
+    def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
+        """The exchanges that follow each other: for every rank the runs that it takes."""
+        return (self.plan.fetches,) if self.relay is None else (self.relay.carried, self.relay.fetches)
+
+    def of(self, call: Call) -> Transfer:
+        """Return the transfer of one call: messages where its tensors have no link, as in the capture of a graph."""
+        return self
+
+    def prepare(self) -> None:
+        """Make the tables of what is fetched from where, before they are needed, without the device."""
+        raise NotImplementedError
+
+    def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
+        """Yield the parts in the order in which they come; the next one arrives while a part is used.
+
+        Args:
+            waits: ``(keys, query heads)``: may the kernel get keys that are still arriving?
+            in_place: if the kernel gets such keys, it reads this rank's own where they are
+                (:class:`~ringattn.kernels.contract.OwnKeys`), and they are not copied.
+        """
+        raise NotImplementedError
+
+    def give_back(self, call: Call) -> GradientReturn:
+        """Return how gradients go to their owners, in the waves of :meth:`fetch`."""
+        raise NotImplementedError
+
+    def memory_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return what a call allocates in addition to its inputs and results, see
+        :meth:`.base.Dataflow.memory_bytes`."""
+        raise NotImplementedError
