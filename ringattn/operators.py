@@ -11,6 +11,7 @@ autograd.Function directly: the torch.library dispatch would take longer than a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -25,7 +26,6 @@ from .kernels.backends import choose
 from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from .layouts.shards import length, put, take
 from .plans import Plan
-from .transport.group import Message
 
 # The first call allocates persistent tables, counters and buffers, which must not come from the memory pool of a CUDA
 # graph that inductor records (mode="reduce-overhead").
@@ -128,9 +128,7 @@ def _forward_max(*inputs):  # type: ignore[no-untyped-def]
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
     largest = q.new_full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q))
     out, lse = _run(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)
-    of_ranks = [largest if r == plan.rank else torch.empty_like(largest) for r in range(plan.world_size)]
-    others = [r for r in range(plan.world_size) if r != plan.rank]
-    exchange_rows(plan, [(largest, r) for r in others], [(of_ranks[r], r) for r in others])
+    of_ranks = all_to_all(plan, [largest] * plan.world_size, 0, [len(largest)] * plan.world_size)
     return out, lse, torch.stack(of_ranks).amax(0)
 
 
@@ -311,10 +309,7 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -
     fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
     plan.begin("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
     x = x.contiguous()
-    pieces = [x if r == plan.rank else resized(x, dim, n) for r, n in enumerate(lengths)]
-    others = [r for r in range(plan.world_size) if r != plan.rank]
-    exchange_rows(plan, [(x, r) for r in others], [(pieces[r], r) for r in others])
-    return put(pieces, shards, dim)
+    return put(all_to_all(plan, [x] * plan.world_size, dim, lengths), shards, dim)
 
 
 @_unshard.register_fake
@@ -328,13 +323,10 @@ def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_
     plan.begin("unshard() backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
     shards = plan.shards_k if of_keys else plan.shards
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
-    others = [r for r in range(plan.world_size) if r != plan.rank]
-    arriving = {r: torch.empty_like(pieces[plan.rank]) for r in others}
-    exchange_rows(plan, [(pieces[r], r) for r in others], [(arriving[r], r) for r in others])
     own = pieces[plan.rank]
     total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
-    for r in range(plan.world_size):  # the same order on every rank and run
-        total += own if r == plan.rank else arriving[r]
+    for part in all_to_all(plan, pieces, dim, [local] * plan.world_size):  # the same order on every rank and run
+        total += part
     return total.to(own.dtype)
 
 
@@ -353,13 +345,17 @@ def wrong_device(plan: Plan, x: Tensor) -> ValueError | None:
     return None
 
 
-def exchange_rows(plan: Plan, sends: list[Message], receives: list[Message]) -> None:
-    """Send and receive; if that fails, mark the group: other ranks may be at a different message."""
+def all_to_all(plan: Plan, parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Send ``parts[r]`` to each rank r, and return what each rank r sent here, ``sizes[r]`` long in ``dim``. If that
+    fails, mark the group: other ranks may be at a different message."""
+    own, others = parts[plan.rank], [r for r in range(plan.world_size) if r != plan.rank]
+    arriving = [own if r == plan.rank else resized(own, dim, n) for r, n in enumerate(sizes)]
     try:
-        plan.transport.start(sends, receives).wait()
+        plan.transport.start([(parts[r], r) for r in others], [(arriving[r], r) for r in others]).wait()
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
+    return arriving
 
 
 def resized(x: Tensor, dim: int, size: int) -> Tensor:

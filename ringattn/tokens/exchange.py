@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import plans
 from ..layouts.shards import put, take
-from ..operators import exchange_rows, resized, wrong_device
+from ..operators import all_to_all, resized, wrong_device
 from ..plans import Plan
 from .halo import Halo, halo
 from .heads import heads_of
@@ -59,10 +59,7 @@ def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Te
     _begin(plan, "shift()", x, dim, dict(offsets=len(offsets), **numbers))
     table = halo(plan, offsets, x.device)
     rows = x.movedim(dim, 0)
-    arriving = [rows.new_empty((n, *rows.shape[1:])) for n in table.counts]
-    sends = [(rows[index], r) for r, index in enumerate(table.sends) if len(index)]
-    exchange_rows(plan, sends, [(a, r) for r, a in enumerate(arriving) if len(a)])
-    buffer = torch.cat([rows, *arriving])
+    buffer = torch.cat([rows, *all_to_all(plan, [rows[index] for index in table.sends], 0, table.counts)])
     return torch.stack([_seen(buffer[i].movedim(0, dim), table, n, dim) for n, i in enumerate(table.rows)])
 
 
@@ -93,9 +90,7 @@ def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle
         dx = _seen(dout[n], table, n, dim).movedim(dim, 0).to(wide)
         # Visible rows have indices of their own, and the others add zeros: the order of additions does not matter.
         buffer.index_add_(0, index, dx)
-    leaving = [(part, r) for r, part in enumerate(buffer[local:].split(list(table.counts))) if len(part)]
-    arriving = [buffer.new_empty((len(index), *buffer.shape[1:])) for index in table.sends]
-    exchange_rows(plan, leaving, [(a, r) for r, a in enumerate(arriving) if len(a)])
+    arriving = all_to_all(plan, buffer[local:].split(list(table.counts)), 0, [len(index) for index in table.sends])
     own = buffer[:local]
     for index, a in zip(table.sends, arriving, strict=True):  # the same order on every run
         own.index_add_(0, index, a)
@@ -137,10 +132,7 @@ def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tenso
     _begin(plan, "heads()", x, 1, numbers)
     shares = _heads(plan, x.shape[heads_dim], groups)
     parts = [x.narrow(heads_dim, s.start, len(s)).contiguous() for s in shares]
-    others = [r for r in range(plan.world_size) if r != plan.rank]
-    pieces = [parts[r] if r == plan.rank else resized(parts[plan.rank], 1, n) for r, n in enumerate(plan.local_lengths)]
-    exchange_rows(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
-    return put(pieces, plan.shards, 1)
+    return put(all_to_all(plan, parts, 1, plan.local_lengths), plan.shards, 1)
 
 
 @_to_heads.register_fake
@@ -156,11 +148,7 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
     plan.begin("heads() back", dict(plan=plan.digest, heads_dim=heads_dim, groups=groups), compared=False)
     shares = _heads(plan, _all_heads(plan, y, heads_dim, groups), groups)
     parts = [take(y, shard, 1).contiguous() for shard in plan.shards]
-    others = [r for r in range(plan.world_size) if r != plan.rank]
-    own = parts[plan.rank]
-    pieces = [own if r == plan.rank else resized(own, heads_dim, len(s)) for r, s in enumerate(shares)]
-    exchange_rows(plan, [(parts[r], r) for r in others], [(pieces[r], r) for r in others])
-    return torch.cat(pieces, heads_dim)
+    return torch.cat(all_to_all(plan, parts, heads_dim, list(map(len, shares))), heads_dim)
 
 
 @_to_tokens.register_fake

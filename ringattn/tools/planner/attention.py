@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ... import dataflow as dataflows
+from ...factory import plan
 from ...layouts.relay import Nodes
 from ...plans import Plan
 from ...predict import dataflow_time
 from ...predict.cost import Costs
 from ...predict.dataflow_time import Candidate, Problem
-from ...request import nodes_of, plan
+from ...request import nodes_of
 from ...shape import Shape
 from ...virtual import VirtualRank
 
