@@ -14,9 +14,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_contract import causal, full, make_block, use_small_tiles, window
+from suite import examples
 from test_triton import DEVICE, make_inputs, runs_kernels
 
 from ringattn.kernels.backends import BACKENDS
@@ -126,7 +127,7 @@ def test_ordered_gradients_are_right(monkeypatch):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_tables_of_both_sides_agree(data):
     """Keys that a tile of queries meets, and queries that a tile of keys meets: no tile is read that is not computed,
     and none with a visible pair is left out."""
@@ -158,7 +159,7 @@ def test_tables_of_both_sides_agree(data):
     ratio=st.sampled_from([1, 2]),
     ordered=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_largest_piece_fits_and_is_large(tiles, heads, size, ratio, ordered):
     """Within BYTES, and whole tiles of weights; one head of an ordered block."""
     block = replace(make_block(*full(1, 1), 1), ordered=ordered)

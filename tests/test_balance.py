@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 from test_mask import mask_and_meaning
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def held(shards: tuple[layout.Shard, ...]) -> list[list[int]]:
 
 
 @given(mask_and_meaning())
-@settings(max_examples=200)
+@examples(200)
 def test_work_counts_visible_pairs(drawn: tuple[Mask, Tensor]) -> None:
     mask, visible = drawn
     work = Work(mask)
@@ -56,7 +57,7 @@ def test_work_counts_visible_pairs(drawn: tuple[Mask, Tensor]) -> None:
 
 
 @given(mask_and_meaning(), st.sampled_from(sorted(layout.LAYOUTS)), st.integers(1, 5))
-@settings(max_examples=100)
+@examples(100)
 def test_loads_count_pairs_and_fetched_keys(drawn: tuple[Mask, Tensor], name: str, ranks: int) -> None:
     mask, visible = drawn
     shards = layout.LAYOUTS[name](mask, ranks, ranks)
@@ -92,7 +93,7 @@ def test_tiles_are_those_of_the_kernels(name: str) -> None:
 
 
 @given(mask_and_meaning(), st.integers(1, 9))
-@settings(max_examples=300)
+@examples(300)
 def test_any_mask_is_divided_into_equal_numbers_of_tokens(drawn: tuple[Mask, Tensor], ranks: int) -> None:
     mask, _ = drawn
     shards = layout.balanced(mask, ranks, ranks)
@@ -106,7 +107,7 @@ def test_any_mask_is_divided_into_equal_numbers_of_tokens(drawn: tuple[Mask, Ten
 
 
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=40), st.integers(2, 9))
-@settings(max_examples=100)
+@examples(100)
 def test_causal_documents_are_divided_into_equal_work(lengths: list[int], ranks: int) -> None:
     cu_seqlens = [0, *itertools.accumulate(lengths)]
     mask = document_mask(cu_seqlens)
@@ -165,7 +166,7 @@ def test_other_masks_are_balanced_too(name: str, ranks: int) -> None:
 
 
 @given(st.lists(st.integers(1, 3000), min_size=2, max_size=60), st.integers(2, 9), st.integers(1, 9))
-@settings(max_examples=100)
+@examples(100)
 def test_full_documents_are_divided_into_equal_work(lengths: list[int], ranks: int, local_size: int) -> None:
     mask = document_mask([0, *itertools.accumulate(lengths)], causal=False)
     work = Work(mask)
@@ -233,7 +234,7 @@ def test_a_long_document_is_cut_at_whole_tiles_among_many_short_ones(seed: int) 
 
 
 @given(st.lists(st.one_of(st.integers(1, 300), st.integers(1, 3000)), min_size=1, max_size=20), st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_tiles_of_a_run(lengths: list[int], data: st.DataObject) -> None:
     cuts = [0, *itertools.accumulate(lengths)]
     start = data.draw(st.integers(0, cuts[-1] - 1))
@@ -339,7 +340,7 @@ def crossing(mask: Mask, shards: tuple[layout.Shard, ...], local_size: int) -> t
 
 
 @given(mask_and_meaning(), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=100)
+@examples(100)
 def test_hosts_divide_any_mask_into_equal_numbers_of_tokens(
     drawn: tuple[Mask, Tensor], hosts: int, local_size: int
 ) -> None:
@@ -450,7 +451,7 @@ def test_describe_lists_the_work_and_the_fetches_of_ranks() -> None:
 
 
 @given(mask_and_meaning(), st.sampled_from(["zigzag", "contiguous", "balanced"]), st.integers(1, 4))
-@settings(max_examples=100)
+@examples(100)
 def test_pairs_of_ranks_add_up(drawn: tuple[Mask, Tensor], name: str, ranks: int) -> None:
     mask, visible = drawn
     shards = layout.LAYOUTS[name](mask, ranks, ranks)

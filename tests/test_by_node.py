@@ -11,8 +11,9 @@ import cases
 import pytest
 import torch
 from cases import Case
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 
 import ringattn
 from ringattn import virtual
@@ -317,7 +318,7 @@ def gathers(draw: st.DrawFn) -> tuple[list[list[Fetch]], list[int], tuple[tuple[
 
 
 @given(gathers())
-@settings(max_examples=200)
+@examples(200)
 def test_every_token_that_a_node_sees_crosses_once(drawn: Any) -> None:
     fetches, lengths, nodes = drawn
     result = relay(fetches, lengths, nodes)

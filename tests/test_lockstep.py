@@ -1,13 +1,13 @@
 """Ranks in different calls: each of them ends with an error that says which calls these are.
 
-Every job has a group of its own, whose ranks wait for each other for ``LIMIT`` seconds, and returns its error.
+Every job has a group of its own and returns its error. Ranks wait for each other for longer than their pool waits for
+them, so that an error which comes with the time limit is none in time.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from ringattn.transport import lockstep
 from ringattn.transport.group import GroupTransport
 from ringattn.transport.lockstep import Calls
 
-LIMIT = 20.0
+LIMIT = 600.0  # seconds
 SEQ, HEADS, DIM = 16, 2, 8
 
 
@@ -47,12 +47,10 @@ def make(checks: bool = False) -> tuple[ringattn.Plan, torch.Tensor]:
 
 
 def error_of(job: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    """Return the kind and the text of the error of a job, which must come long before the time limit."""
-    began = time.monotonic()
+    """Return the kind and the text of the error of a job."""
     try:
         job(*args)
     except Exception as error:
-        assert time.monotonic() - began < LIMIT / 2
         return type(error).__name__, str(error)
     return "", "no error"
 

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import pickle
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,9 @@ import cases
 import pytest
 import torch
 from cases import Case, any_case
-from hypothesis import given, settings
+from hypothesis import given
 from pool import Pool, on_ranks
+from suite import calls, examples
 
 import ringattn
 from ringattn import factory, plans
@@ -203,7 +203,7 @@ def test_auto_dataflow_moves_the_smaller_side() -> None:
 
 
 @given(any_case())
-@settings(max_examples=100)
+@examples(100)
 def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case]) -> None:
     world_size, case = drawn
     made = [case.plan(VirtualRank(r, world_size)) for r in range(world_size)]
@@ -395,16 +395,14 @@ def test_the_same_arguments_give_the_same_plan() -> None:
 
 
 def test_a_plan_seen_before_is_quick() -> None:
-    """Under a millisecond on a quiet machine, and nothing is computed again: 5 ms leaves room for noise."""
+    """Nothing is computed again."""
     cu_seqlens = torch.arange(0, 131073, 1024)
 
-    def again() -> float:
-        start = time.perf_counter()
+    def make() -> None:
         plan_function(131072, causal=True, cu_seqlens=cu_seqlens)
-        return time.perf_counter() - start
 
-    again()
-    assert min(again() for _ in range(20)) < 5e-3
+    make()
+    assert calls(make) < 1000
 
 
 def test_the_cache_is_bounded_and_keeps_the_latest() -> None:

@@ -15,7 +15,8 @@ import cases
 import pytest
 import torch
 from cases import Case, any_case
-from hypothesis import given, settings
+from hypothesis import given
+from suite import examples
 from torch import Tensor
 
 import ringattn
@@ -96,7 +97,7 @@ def test_other_plans_differ() -> None:
 
 
 @given(any_case())
-@settings(max_examples=25)
+@examples(25)
 def test_any_case(drawn: tuple[int, Case]) -> None:
     n, case = drawn
     case = replace(case, dtype=torch.float32, deterministic=True)

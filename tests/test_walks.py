@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 from torch import Tensor
 
 from ringattn import mask as masks
@@ -55,7 +56,7 @@ def unions(draw: st.DrawFn) -> Mask:
 
 
 @given(unions())
-@settings(max_examples=200)
+@examples(200)
 def test_walks_go_over_every_visible_pair_once(mask: Mask) -> None:
     block, n = block_of(mask), mask.seq_len
     want = mask.dense()[0].long()
@@ -77,7 +78,7 @@ def test_walks_go_over_every_visible_pair_once(mask: Mask) -> None:
 
 
 @given(unions(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_output_and_gradients_are_those_of_the_dense_mask(mask: Mask, sink: bool) -> None:
     make, n = torch.Generator().manual_seed(0), mask.seq_len
     q, k, v, dout = (torch.randn(1, n, heads, 4, generator=make, dtype=torch.float64) for heads in (2, 1, 1, 2))
@@ -163,7 +164,7 @@ def test_the_few_keys_of_a_sink_are_repeated_among_the_others() -> None:
 
 
 @given(st.integers(1, 60), st.integers(0, 6), st.integers(0, 20), st.lists(st.integers(0, 60), max_size=3))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_repeated_keys_are_seen_once(n: int, count_of_sinks: int, left: int, cuts: list[int]) -> None:
     bounds = [0, *sorted(min(cut, n) for cut in cuts), n]
     mask = masks.sinks(n, count_of_sinks, left, masks.packed(bounds, n))
