@@ -410,7 +410,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tiles so small that short sequences have full and cut tiles on both sides, and tiles that end early."""
     monkeypatch.setattr(eager, "_BLOCK", 16)
     if has_triton():
-        from ringattn.kernels.triton import backward, backward_wide, forward
+        from ringattn.kernels.triton import backward, backward_large, forward
         from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles
 
         tiles = Tiles(16, 16, 4, 2)
@@ -418,4 +418,4 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = WideTiles(32, 64, 32, 256, 2, 2)
         narrow = Passes(tiles, tiles)
         monkeypatch.setattr(backward, "choose_tiles", lambda q, v: wide if q.shape[-1] > 256 else narrow)
-        monkeypatch.setattr(backward_wide, "BYTES", 1 << 15)  # several pieces
+        monkeypatch.setattr(backward_large, "BYTES", 1 << 15)  # several pieces

@@ -21,7 +21,7 @@ from torch import Tensor
 import ringattn
 from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
-from ringattn.kernels.paged.contract import part
+from ringattn.kernels.paged.operands import part
 from ringattn.transport import group as transports
 from ringattn.transport import lockstep
 from ringattn.transport.group import Transport

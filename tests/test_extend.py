@@ -28,8 +28,8 @@ from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score, ScoreMod
 from ringattn.kernels.paged.backends import BACKENDS as PAGED
 from ringattn.kernels.paged.backends import Paged
-from ringattn.kernels.paged.contract import Call as PagedCall
-from ringattn.kernels.paged.contract import Pool, Tables
+from ringattn.kernels.paged.operands import Call as PagedCall
+from ringattn.kernels.paged.operands import Pool, Tables
 from ringattn.layouts import shards as layout
 from ringattn.mask import Mask, causal, full, pieces, window
 from ringattn.partial import Partial

@@ -268,7 +268,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     from ringattn.kernels.contract import Keys, Queries, Score
     from ringattn.kernels.hopper import backward as hopper_backward
     from ringattn.kernels.hopper import forward as hopper_forward
-    from ringattn.kernels.hopper import work
+    from ringattn.kernels.hopper import tile_scheduler
     from ringattn.kernels.triton import backward as triton_backward
     from ringattn.kernels.triton import backward_inputs, begin
     from ringattn.kernels.triton import forward as triton_forward
@@ -304,7 +304,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
             for complete in (True, False) if ring and not first else (True,):
                 hopper_forward.forward(q, chunk, score, state, complete)
                 triton_forward.forward(q, chunk, score, state, complete)
-        split = work.split_groups(q, k, block)
+        split = tile_scheduler.split_groups(q, k, block)
         splits.add(split)
         queries = Queries(q, dout, lse, lse)
         for outputs, complete in ((None, False), (Outputs(q), False), (None, True)):
@@ -321,7 +321,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         sum_runs.sum_runs(sums, rows.float(), rows.float(), gradients, gradients.clone())
 
     counts: list[int] = []
-    splits: set[work.Split] = set()
+    splits: set[tile_scheduler.Split] = set()
     draw = random.Random(0)
     for batch in range(batches):
         total = draw.choice([512, 1024, 4097, 5000, 8192, 8193])

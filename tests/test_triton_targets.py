@@ -26,7 +26,7 @@ from kernel_contract import causal, make_block
 from triton.backends.compiler import GPUTarget
 
 from ringattn.kernels.contract import Keys, Queries, Score
-from ringattn.kernels.triton import backward, backward_inputs, backward_wide, forward, largest, primitives
+from ringattn.kernels.triton import backward, backward_inputs, backward_large, forward, largest, primitives
 from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles, row_of
 
 KB = 1024
@@ -58,7 +58,7 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
             launches[kernel.__name__] = resources(sass.compile_for(target, kernel, grid, args, options))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward, backward_wide, largest):
+        for module in (forward, backward, backward_large, largest):
             patch.setattr(module, "dispatch", compile_it)
         patch.setattr(backward_inputs, "_base2", _Nothing())
         patch.setattr(primitives, "capability", lambda device: capability)

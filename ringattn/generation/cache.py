@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..choosing import costs_of
 from ..factory import Plan
 from ..factory import plan as make_plan
-from ..kernels.paged.contract import E4M3, NEW_TOKENS
+from ..kernels.paged.operands import E4M3, NEW_TOKENS
 from ..layouts.shards import length as shard_length
 from ..operators import as_autocast, autocast_dtype
 from ..transport import group as transports

@@ -21,7 +21,7 @@ from ..functional import check_score
 from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
-from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, part, tile_size
+from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..operators import as_autocast, autocast_dtype, no_autocast
 from ..transport.group import Transport
 

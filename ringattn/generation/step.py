@@ -22,7 +22,7 @@ from torch import Tensor
 from ..agreement import hash_of
 from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
-from ..kernels.paged.contract import StepState, tile_size
+from ..kernels.paged.operands import StepState, tile_size
 from ..kernels.upload import upload
 from ..transport.group import Transport
 from .decoding import LayerStep
@@ -388,7 +388,7 @@ def _as_list(accepted: object) -> list[Any]:
 
 def _uploaded(arrays: dict[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
     """Return arrays on the device, by one copy. The parts of several kinds of layer begin at multiples of 16 bytes, as
-    :func:`..kernels.paged.contract.stacked` makes them."""
+    :func:`..kernels.paged.operands.stacked` makes them."""
     flat = []
     for name, x in arrays.items():
         rows = x.reshape(len(x), -1) if name in _OF_KINDS else x

@@ -22,7 +22,7 @@ from test_triton import DEVICE, make_inputs, runs_kernels
 
 from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, Queries, Score
-from ringattn.kernels.triton import backward_wide
+from ringattn.kernels.triton import backward_large
 from ringattn.kernels.triton.backward_inputs import Inputs
 from ringattn.kernels.triton.tiles import WideTiles
 
@@ -76,7 +76,7 @@ def empty_is_nan():
 )
 def test_pieces_cover_every_visible_tile_once(monkeypatch, empty_is_nan, mask, size):
     """In a piece of one head and of all. A product with a tile of weights that was not computed would be NaN."""
-    monkeypatch.setattr(backward_wide, "BYTES", size)
+    monkeypatch.setattr(backward_large, "BYTES", size)
     assert torch.empty(1).isnan()
     assert close(*gradients(make_block(*mask(110, 130), 130, segments_q=(40, 70), segments_k=(70, 60))))
 
@@ -105,7 +105,7 @@ def test_ordered_bits_do_not_depend_on_where_pieces_begin(heads, monkeypatch):
     end[:, :unseen] = unseen
     results = []
     for size, first_q, first_k in ((37 << 12, 0, 0), (37 << 12, unseen, 0), (37 << 12, 0, unseen), (1 << 30, 0, 0)):
-        monkeypatch.setattr(backward_wide, "BYTES", size)
+        monkeypatch.setattr(backward_large, "BYTES", size)
         ranges = (x[:, first_q:] - first_k for x in (start, end))
         block = replace(make_block(*ranges, seq - first_k), ordered=True)
         queries = Queries(q[:, first_q:], dout[:, first_q:], lse[..., first_q:], delta[..., first_q:])
@@ -121,7 +121,7 @@ def test_ordered_bits_do_not_depend_on_where_pieces_begin(heads, monkeypatch):
 
 @runs_kernels
 def test_ordered_gradients_are_right(monkeypatch):
-    monkeypatch.setattr(backward_wide, "BYTES", 1 << 15)
+    monkeypatch.setattr(backward_large, "BYTES", 1 << 15)
     block = replace(make_block(*causal(130, 130), 130), ordered=True)
     assert close(*gradients(block, heads=2, kv_heads=1))
 
@@ -137,7 +137,7 @@ def test_tables_of_both_sides_agree(data):
     cut = data.draw(st.integers(0, seq_q))
     segments = tuple(n for n in (cut, seq_q - cut) if n)
     block = make_block(start[None], torch.maximum(start, end)[None], seq_k, segments_q=segments)
-    rows, span, meets, *_ = backward_wide._tables(block, SIZE, torch.device("cpu"))
+    rows, span, meets, *_ = backward_large._tables(block, SIZE, torch.device("cpu"))
     computed = {(tile, j) for j, (first, past) in enumerate(meets[0].tolist()) for tile in range(first, past)}
     read = {(tile, j) for tile, x in enumerate(span[0].tolist()) for j in range(x[0] // SIZE, x[3] // SIZE)}
     visible = {
@@ -148,7 +148,7 @@ def test_tables_of_both_sides_agree(data):
                  & (block.start[0, first:past] < block.end[0, first:past])).any())
     }  # fmt: skip
     assert visible <= read <= computed
-    pieces = backward_wide._visible(block, SIZE, 2, 2)
+    pieces = backward_large._visible(block, SIZE, 2, 2)
     assert all(any(q[0] <= i < q[1] and k[0] <= j < k[1] for q, k in pieces) for i, j in read)
 
 
@@ -166,8 +166,8 @@ def test_largest_piece_fits_and_is_large(tiles, heads, size, ratio, ordered):
     q, k = (torch.empty(1, 1, h, 512, dtype=torch.bfloat16, device="meta") for h in heads)
     inputs = Inputs(q, k, k, q, *(None,) * 2, block, Score(1.0))
     wide = WideTiles(size, ratio * size, 32, 256, 2, 2)
-    with mock.patch.object(backward_wide, "BYTES", 512 << 20):
-        most_heads, most_q, most_k = backward_wide._largest_piece(inputs, wide, *tiles)
+    with mock.patch.object(backward_large, "BYTES", 512 << 20):
+        most_heads, most_q, most_k = backward_large._largest_piece(inputs, wide, *tiles)
     area, room = most_heads * most_q * most_k, (512 << 20) // (4 * size * size)
     whole_k = -(-tiles[1] // ratio) * ratio
     assert area <= room

@@ -267,7 +267,7 @@ def kernel(
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_d128.kernel``."""
     _start(
         Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
         Descriptors(

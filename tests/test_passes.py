@@ -1,4 +1,4 @@
-"""Masks with several intervals per query in kernels: which queries and keys each walk goes over, and what it gives."""
+"""Masks with several intervals per query in kernels: which queries and keys each pass goes over, and what it gives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ringattn import mask as masks
 from ringattn import reference
-from ringattn.kernels import walks, weaving
+from ringattn.kernels import passes, weaving
 from ringattn.kernels.backends import BACKENDS, Eager
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.delta import row_delta
-from ringattn.kernels.hopper.work import pieces_of_queries
+from ringattn.kernels.hopper.tile_scheduler import pieces_of_queries
 from ringattn.layouts import blocks
 from ringattn.mask import Mask
 
@@ -35,8 +35,8 @@ def count(block: Block, shape: tuple[int, int]) -> Tensor:
     """How often each key is visible to each query."""
     n = torch.arange(shape[1])
     seen = torch.zeros(shape, dtype=torch.int64)
-    for walk in (block, *block.others):
-        seen += (n >= walk.start[0, :, None]) & (n < walk.end[0, :, None])
+    for one in (block, *block.others):
+        seen += (n >= one.start[0, :, None]) & (n < one.end[0, :, None])
     return seen
 
 
@@ -57,12 +57,12 @@ def unions(draw: st.DrawFn) -> Mask:
 
 @given(unions())
 @examples(200)
-def test_walks_go_over_every_visible_pair_once(mask: Mask) -> None:
+def test_passes_go_over_every_visible_pair_once(mask: Mask) -> None:
     block, n = block_of(mask), mask.seq_len
     want = mask.dense()[0].long()
-    assert len(block.walks) == max(1, sum(bool((w.end > w.start).any()) for w in (block, *block.others)))
+    assert len(block.passes) == max(1, sum(bool((w.end > w.start).any()) for w in (block, *block.others)))
     found, past = torch.zeros(n, n, dtype=torch.int64), 0
-    for rows, part in walks.of_queries(block):
+    for rows, part in passes.of_queries(block):
         assert rows.start == past, "runs of queries follow each other"
         past = rows.stop
         found[rows] += count(part, (rows.stop - rows.start, n))
@@ -70,7 +70,7 @@ def test_walks_go_over_every_visible_pair_once(mask: Mask) -> None:
     assert past == n
     assert torch.equal(found, want)
     found.zero_()
-    for keys, part in walks.of_keys(block):
+    for keys, part in passes.of_keys(block):
         assert sum(part.segments_k) == part.seq_k == keys.stop - keys.start
         found[:, keys] += count(part, (n, part.seq_k))
         assert part.pairs == count(part, (n, part.seq_k)).sum()

@@ -14,7 +14,7 @@ sends its dS to the other one and computes half of the columns of dQ, over all 1
     sender          one warp: copies dS to the other CTA
     writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
 
-* P and dS feed dV and dK from registers, as in backward_128.py. dS is computed from the rounded P, which only adds a
+* P and dS feed dV and dK from registers, as in backward_d128.py. dS is computed from the rounded P, which only adds a
   rounding of the same size as its own.
 * P and dS of a step share a buffer. There are two, for even and odd steps, and two more for the dS of the other CTA. No
   signal says that one is free. The other CTA sends its dS of step i + 1 after its dQ of step i, for which it has
@@ -343,7 +343,7 @@ def kernel(
     inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``. Boxes have 128 columns, of dq 64."""
+    """Compute dk, dv and dq. Arguments: as of ``backward_d128.kernel``. Boxes have 128 columns, of dq 64."""
     _start(
         Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, CTAS),
         Descriptors(

@@ -1,5 +1,6 @@
-"""The division of the Hopper kernels' work, planned on the host: tables of key tiles, order of the CTAs, shares of a
-group. What the forward alone needs is in :mod:`.forward_work`.
+"""Tile scheduler of the Hopper kernels (host side): tables of key tiles, order of the CTAs, shares of a group.
+
+What the forward alone needs is in :mod:`.forward`.
 
 Tables are made where the block is, on the host for those of a plan, sent to the device in one copy, and kept in the
 block's memo: one per tile size.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..contract import Block, TileMap
-from ..launch import CLUSTERS, multiprocessors
+from ..launch import multiprocessors
 from ..long_sums import LEAST_HEADS
 from ..upload import upload
 from .backward_pieces import BM, BN
@@ -112,9 +113,8 @@ def keys_per_cta(q: Tensor) -> int:
 
 
 def ctas_per_tile(q: Tensor) -> int:
-    """Return how many CTAs share a tile of keys of the backward kernel for this head dim: two if they can be launched
-    together."""
-    return 2 if q.shape[-1] > 192 and CLUSTERS else 1
+    """Return how many CTAs share a tile of keys of the backward kernel for this head dim."""
+    return 2 if q.shape[-1] > 192 else 1
 
 
 def keys_per_tile(q: Tensor) -> int:

@@ -1,7 +1,7 @@
 """The backward of the block kernel for Hopper (sm_90) at head dim 64, in Gluon. Launched by backward.py, in the
 same order of the programs and of their query tiles, with tables for its taller tiles.
 
-A consumer has 64 keys, as in backward_128.py, but a step has 128 queries: half as many fences, barriers and waits per
+A consumer has 64 keys, as in backward_d128.py, but a step has 128 queries: half as many fences, barriers and waits per
 product, which limit the speed at a head dim of 64. One query tile a step::
 
     consumers 0, 1  dP^T = V dO^T  under  P = exp2(S^T c - lse), in 16 bits ; dV += P dO ; dS = P (dP^T - delta), to
@@ -405,7 +405,7 @@ def kernel(
     counter_ptr,
     BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward_128.kernel``; ``seen_desc``: which queries see each key;
+    """Compute dk, dv and dq. Arguments: as of ``backward_d128.kernel``; ``seen_desc``: which queries see each key;
     ``counter_ptr``: of the next program (work_counter.py), None if a CTA has one."""
     _start(
         Grid(
