@@ -19,9 +19,9 @@ from benchmarks.balance import document_mask, line, loads, main, plan_millisecon
 from benchmarks.documents import LENGTHS, bounds
 from ringattn import Plan
 from ringattn import mask as masks
-from ringattn.layouts import needs, redivision
+from ringattn.layouts import needs
 from ringattn.layouts import shards as layout
-from ringattn.layouts.documents import TILE, Documents
+from ringattn.layouts.documents import TILE, tiles_of
 from ringattn.layouts.loads import Loads
 from ringattn.mask import Mask
 from ringattn.masks.pairs import Work
@@ -239,16 +239,16 @@ def test_tiles_of_a_run(lengths: list[int], data: st.DataObject) -> None:
     cuts = [0, *itertools.accumulate(lengths)]
     start = data.draw(st.integers(0, cuts[-1] - 1))
     run = range(start, data.draw(st.integers(start + 1, cuts[-1])))
-    documents = Documents(cuts)
     starts = range(run.start, run.stop, TILE)
     ends = [min(start + TILE, run.stop) for start in starts]
     aligned = -run.start % TILE  # the row of a key is its position and this number
-    want = sum(
-        -(-(end + aligned) // TILE) - (documents.first(start) + aligned) // TILE
-        for start, end in zip(starts, ends, strict=True)
-    )
-    assert documents.tiles(run) == want
-    assert documents.ranks([[run]])[0].tiles == want
+    for causal in (True, False):
+        want = 0
+        for start, end in zip(starts, ends, strict=True):
+            first = max(cut for cut in cuts if cut <= start)
+            past = end if causal else min(cut for cut in cuts if cut >= end)
+            want += -(-(past + aligned) // TILE) - (first + aligned) // TILE
+        assert tiles_of([run], cuts, causal) == want
 
 
 def test_few_keys_are_fetched() -> None:
@@ -257,28 +257,6 @@ def test_few_keys_are_fetched() -> None:
             loads(document_mask(bounds("published", 8192 * ranks, seed)), "balanced", ranks)[0] for seed in range(5)
         ]
         assert sum(sum(x.fetched) for x in results) <= most * sum(x.least_fetched for x in results)
-
-
-@pytest.mark.parametrize("name", ["published", "uniform"])
-def test_two_ranks_divide_their_pieces_again(name: str) -> None:
-    """What zigzag gives ranks is divided into as many tokens, no more pairs than allowed, and more even tiles;
-    counted as :class:`Loads` does."""
-    total = 8 * 4096
-    mask = document_mask(bounds(name, total, 0))
-    documents = Documents(Work(mask).cuts)
-    zigzag = layout.zigzag(mask, 8, 8)
-    most = Work(mask).total // 8 * 101 // 100
-    shards = tuple(map(tuple, redivision.redivide(documents, zigzag, most)))
-    before, after = (Loads.of(mask, x, x, needs.fetches(mask, x, x)) for x in (zigzag, shards))
-    for load, ranks in ((before, documents.ranks(zigzag)), (after, documents.ranks(shards))):
-        assert [rank.tokens for rank in ranks] == list(load.tokens)
-        assert [rank.pairs for rank in ranks] == list(load.pairs)
-        assert [rank.fetched for rank in ranks] == list(load.fetched)
-        assert [rank.tiles for rank in ranks] == pytest.approx(load.tiles, rel=0.03)
-    assert sorted(itertools.chain(*held(shards))) == list(range(total))
-    assert after.tokens == before.tokens
-    assert max(after.pairs) <= max(most, *before.pairs)
-    assert max(after.tiles) < max(before.tiles)
 
 
 def test_only_causal_documents_are_divided_again() -> None:

@@ -17,8 +17,9 @@ its document. So long documents are cut at whole tiles, counted from their end; 
 go with the document before. With whole tiles no t matches the mean exactly. Of the choices (:class:`_Choice`) that come
 near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
-Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`). Documents whose
-tokens all see each other are not peeled, but halved (:mod:`.halving`).
+The last ranks get what is left: many cuts. So of causal documents the pieces of two ranks are put together and peeled
+again, where that costs less: first of ranks that share documents, then of the one with most tiles and others. Documents
+whose tokens all see each other are not peeled, but halved (:mod:`.halving`).
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -33,9 +34,8 @@ from typing import NamedTuple
 
 from ..masks.intervals import Mask
 from ..masks.pairs import Work
-from .documents import LONG, TILE, Documents, joined
+from .documents import LONG, TILE, joined, tiles_of
 from .halving import halve
-from .redivision import redivide
 
 GROUP = 1024  # neighbouring documents are kept together up to this many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than the mean over this is equal
@@ -49,6 +49,14 @@ DEEP = 16  # heavy parts to choose from
 WIDE = 4  # how far to look where tiles are uneven ...
 MANY = 10  # ... and a rank has no more parts than these, or no choice is near enough
 FEW = 12  # choices with the nearest numbers of pairs, whose tiles are counted
+SHARED = 16  # ranks are peeled again that share documents with a cut after a rank's tokens over this, or more
+ROUNDS = 2  # times that all of these are, at most
+BUSY = 5  # a rank with more tiles above the mean, per mille, is peeled again ...
+OTHERS = 8  # ... with one of at most this many others that have fewest
+RUN = 64  # tokens to fetch that one run less is worth
+PRICE = 10  # tokens per tile above the mean, each as a share of a rank's
+RUNS = 30  # two ranks with more seldom gain
+GAIN = 256  # two ranks keep pieces that cost less by a rank's tokens over this
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
@@ -65,7 +73,11 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
         shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
-    shards = [shard for share, host in zip(shares, hosts, strict=True) for shard in _Row(work, share).divide(host)]
+    shards = []
+    for share, host in zip(shares, hosts, strict=True):
+        row = _Row(work, share)
+        peeled = row.divide(host)
+        shards += _Pairs(work, peeled, group, row.max_pairs).peel() if work.causal else peeled
     return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 
@@ -173,7 +185,6 @@ class _Row:
     def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
         """``ranks``: that share what is peeled."""
         self.work, self.ranks, self.blocks = work, ranks, False
-        self.documents = Documents(work.cuts, TILE if ranks == 1 else 1)
         self.parts = sorted(map(self._part, parts))
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
@@ -186,7 +197,7 @@ class _Row:
         if past < stop and past - work.cuts[document - 1] >= LONG:
             last = max(last, work.at(past - 1))
         if work.causal:
-            tiles = TILE * self.documents.tiles(run)
+            tiles = TILE * tiles_of((run,), work.cuts, True)
         else:
             count = -(-len(run) // TILE)
             # The last tile is not full, or a tile begins in one document and ends in another.
@@ -201,8 +212,7 @@ class _Row:
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
         self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
-        shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
-        return redivide(self.documents, shards, self.max_pairs) if self.work.causal else shards
+        return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
@@ -420,3 +430,78 @@ class _Search:
         t, light, skip, window, lower, part = choice
         pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
         return [*pieces, (part, lower)] if part else pieces
+
+
+class _Pairs:
+    """Ranks with causal documents, of which two at a time are peeled again.
+
+    Attributes:
+        shards: runs of each rank, growing.
+        tiles: of each rank; ``mean``: on average.
+        costs: of each rank, in tokens to fetch.
+    """
+
+    def __init__(self, work: Work, shards: list[list[range]], group: int, max_pairs: int) -> None:
+        self.work, self.group, self.max_pairs = work, group, max_pairs
+        self.shards = [joined(pieces) for pieces in shards]
+        self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
+        self.tiles = [tiles_of(runs, work.cuts, True) for runs in self.shards]
+        self.mean = max(1, sum(self.tiles) // len(shards))
+        self.costs = [self._cost(*rank) for rank in zip(self.shards, self.tiles, strict=True)]
+
+    def peel(self) -> list[list[range]]:
+        """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before."""
+        ranks = range(len(self.shards))
+        for _ in range(ROUNDS):
+            done = set[int]()
+            for a, b in self._sharing():
+                if not done & {a, b} and self._again(a, b):
+                    done |= {a, b}
+            if not done:
+                break
+        for _ in ranks:
+            a = max(ranks, key=lambda rank: self.tiles[rank])
+            others = sorted((b for b in ranks if b != a), key=lambda rank: self.tiles[rank])[:OTHERS]
+            even = 1000 * self.tiles[a] <= (1000 + BUSY) * self.mean
+            if even or not any(self._again(a, b) for b in others):
+                break
+        return self.shards
+
+    def _sharing(self) -> list[tuple[int, int]]:
+        """Return ranks with neighbouring parts of a document, those first that fetch most because of that."""
+        cuts, fetched = self.work.cuts, dict[tuple[int, int], int]()
+        runs = sorted((run.start, run.stop, rank) for rank, runs in enumerate(self.shards) for run in runs)
+        for (_, past, a), (begin, _, b) in itertools.pairwise(runs):
+            first = cuts[bisect_right(cuts, begin) - 1]
+            if first < begin == past:
+                pair = min(a, b), max(a, b)
+                fetched[pair] = fetched.get(pair, 0) + begin - first
+        order = sorted(fetched, key=lambda pair: (-fetched[pair], pair))
+        return [pair for pair in order if fetched[pair] * SHARED >= self.tokens]
+
+    def _again(self, a: int, b: int) -> bool:
+        """Peel the pieces of two ranks again if that costs less, and return whether it does."""
+        work, pair = self.work, (a, b)
+        old = [self.shards[rank] for rank in pair]
+        if sum(map(len, old)) > RUNS:
+            return False
+        row = _Row(work, _cut(work.cuts, [*old[0], *old[1]], self.group))
+        new = [joined(pieces) for pieces in row.divide([sum(map(len, runs)) for runs in old])]
+        before, after = ([sum(map(work.of, runs)) for runs in both] for both in (old, new))
+        tiles = [tiles_of(runs, work.cuts, True) for runs in new]
+        costs = [self._cost(*rank) for rank in zip(new, tiles, strict=True)]
+        gain = sum(self.costs[rank] for rank in pair) - sum(costs)
+        if gain * GAIN <= self.tokens or max(after) > max(self.max_pairs, *before):
+            return False
+        for index, rank in enumerate(pair):
+            self.shards[rank], self.tiles[rank], self.costs[rank] = new[index], tiles[index], costs[index]
+        return True
+
+    def _cost(self, runs: Sequence[range], tiles: int) -> int:
+        """Return the keys that a rank fetches, and the price of its runs and of its tiles above the mean."""
+        cuts, fetched, held = self.work.cuts, 0, 0
+        for run in runs:
+            fetched += run.start - max(cuts[bisect_right(cuts, run.start) - 1], held)
+            held = run.stop
+        above = max(0, 1000 * tiles - (1000 + BUSY) * self.mean)
+        return fetched + RUN * len(runs) + PRICE * self.tokens * above // (1000 * self.mean)
