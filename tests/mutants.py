@@ -918,8 +918,8 @@ MUTANTS = (
     ),
     Mutant(
         "by node: gradients of other nodes are lost",
-        "ringattn/dataflow/hierarchical.py",
-        "            self.network.add(self.between.pieces, total)\n",
+        "ringattn/dataflow/messages.py",
+        "            self.network[0].add(self.between.pieces, total)\n",
         "",
         "tests/test_by_node.py",
     ),
@@ -956,14 +956,14 @@ MUTANTS = (
         "pull: no wait for the other ranks",
         "ringattn/peer/pull.py",
         "            link.wait_for(pulling, READY, self.epoch)\n",
-        "",
+        "            pass\n",
         _COPIES,
     ),
     Mutant(
         "pull: flags before the copies",
         "ringattn/peer/pull.py",
-        "            copies[self.slot].queue(pulling)\n            flags.write(pulling, self.epoch)\n",
-        "            flags.write(pulling, self.epoch)\n            copies[self.slot].queue(pulling)\n",
+        "            copies[self.slot].queue(link.pulling)\n            flags.write(link.pulling, self.epoch)\n",
+        "            flags.write(link.pulling, self.epoch)\n            copies[self.slot].queue(link.pulling)\n",
         _COPIES,
     ),
     Mutant(
