@@ -143,7 +143,11 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["agreement"] == {"errors"}
     assert GRAPH["peer.link"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog"}
     for name in (n for n in MODULES if n.startswith("transport")):
-        assert GRAPH[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {"agreement", "errors", "memo"}, name
+        assert GRAPH[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {
+            "agreement",
+            "errors",
+            "memo",
+        }, name
 
 
 def test_the_watchdog_needs_the_standard_library_only() -> None:

@@ -22,8 +22,8 @@ from ..layouts.schedule import Schedule
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
+from .circulation import TravellingShards
 from .description import describe
-from .travelling import TravellingShards
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class Traffic(NamedTuple):
 
 class Dataflow:
     """How the shards of a plan meet. A subclass must define the first three methods. The defaults of the others are for
-    shards that travel from rank to rank (:mod:`.travelling`): keys and values, or with ``moves_queries`` queries."""
+    shards that travel from rank to rank (:mod:`.circulation`): keys and values, or with ``moves_queries`` queries."""
 
     moves_queries = False
     kernels_fill_delta = False  # the first kernel of a backward computes delta and writes dq

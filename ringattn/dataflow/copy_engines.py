@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ..kernels.contract import Block, Keys
 from ..layouts.schedule import buffer_rows, head_groups
@@ -29,6 +30,7 @@ class CopyEngines(Transfer):
     """
 
     inside = "copy engines"
+    polls: ClassVar[bool] = True  # kernels may get keys that are still arriving
     link: Link | None = None
 
     @property
@@ -67,16 +69,20 @@ class CopyEngines(Transfer):
         make = lambda: GradientBuffers(link, kv, call.accumulation_dtype, self.pattern, cut)  # noqa: E731
         return Push(link, link.prepare(key, make), kv)
 
+    def pull(self, call: Call, link: Link, buffers: FetchBuffers, in_place: bool) -> Pull:
+        """Return the keys and values of a call, which are pulled wave by wave."""
+        return Pull(link, buffers, call.k, call.v, in_place)
+
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
         link, buffers = self.buffers(call, backward)
-        cut, pull = buffers.waves, Pull(link, buffers, call.k, call.v, in_place)
+        cut, pull = buffers.waves, self.pull(call, link, buffers, in_place)
 
         def start(wave: int) -> tuple[Keys, bool, list[slice]]:
             count, q_heads = cut[wave].stop - cut[wave].start, call.q_heads(cut[wave])
             keys = Keys(*buffers.kv[wave], block)
-            whole = waits(keys, q_heads)
-            q_count = q_heads.stop - q_heads.start
-            groups = [slice(0, count)] if whole else head_groups(count, q_count, call.q.device.type, backward)
+            whole, groups = self.polls and waits(keys, q_heads), [slice(0, count)]
+            if self.polls and not whole:
+                groups = head_groups(count, q_heads.stop - q_heads.start, call.q.device.type, backward)
             with named("wave", wave, "pull"):
                 pull.start(wave, groups)
             return keys, whole, groups

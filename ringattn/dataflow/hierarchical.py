@@ -19,25 +19,19 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..kernels.contract import Block, CompletionCounts
+from ..kernels.contract import Block
 from ..layouts.schedule import buffer_rows
 from ..shape import Shape
 from ..transport.group import Message
 from ..transport.pending import Pending
 from .base import Call
-from .messages import Contributions, Messages, delivered_rows, kernel_bytes, part_of, row_bytes
-from .routes import Return, tokens_of
-from .transfer import GradientReturn, Part, Waits
+from .messages import Messages, delivered_rows, kernel_bytes, part_of, row_bytes
+from .routes import tokens_of
+from .transfer import Part, Waits
 
 
 class HierarchicalMessages(Messages):
     """Across the network once for each node, and from there to the others."""
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """The tokens of the rank's own shard, and of its extended one."""
-        assert self.relay is not None
-        return self.relay.own[self.plan.rank], self.relay.lengths[self.plan.rank]
 
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
         network, node = (self.routes(stage, call.k.device) for stage in range(2))
@@ -65,9 +59,6 @@ class HierarchicalMessages(Messages):
             if i + 1 < len(groups):
                 moving = start(i + 2)
             yield part_of(call, block, groups, i, node.sorted(buffers.pop(i)))
-
-    def give_back(self, call: Call) -> GradientReturn:
-        return RelayedGradients(call, self)
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the most of all moments of the pipeline."""
@@ -119,48 +110,3 @@ def _extended(call: Call, heads: slice, tokens: int, extended: int) -> Tensor:
     own[..., : k.shape[3]].copy_(k)
     own[..., k.shape[3] :].copy_(v)
     return shard
-
-
-class RelayedGradients(Contributions):
-    """Gradients that return to carriers, and their sums to the owners of the keys: while those of one group cross the
-    network, those of the next one move inside of the node."""
-
-    def __init__(self, call: Call, transfer: HierarchicalMessages) -> None:
-        super().__init__(call, transfer.groups(call.shape, call.q.device, backward=True))
-        self.network, self.node = (transfer.routes(stage, call.k.device) for stage in range(2))
-        self.own, self.extended = transfer.tokens
-        self.sums: dict[int, Tensor] = {}  # of this node, of the rows of extended shards
-        self.inside: Return | None = None
-        self.between: Return | None = None
-
-    def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        self.inside = self.node.give_back(self.node.unsorted(self.partials.pop(wave)))
-        self._start(wave - 1)
-
-    def _start(self, summed: int) -> None:
-        """Start the exchange inside of the node, if any, and the one between nodes of a wave that is summed."""
-        self.between = self.network.give_back(self.sums[summed][self.own :]) if summed in self.sums else None
-        both = [one for one in (self.between, self.inside) if one is not None]
-        sends = [message for one in both for message in one.sends]
-        receives = [message for one in both for message in one.receives]
-        self.moving: Pending = self.transport.start(sends, receives)
-
-    def finish(self, wave: int) -> None:
-        self._arrive(wave)
-        if wave + 1 == len(self.groups):
-            self._start(wave)
-            self._arrive(wave + 1)
-
-    def _arrive(self, wave: int) -> None:
-        """Wait for the contributions to a wave inside of the node, if any, and to the one before between nodes."""
-        self.moving.wait()
-        if self.between is not None:
-            total = self.sums.pop(wave - 1)[: self.own]
-            self.network.add(self.between.pieces, total)
-            self.store(wave - 1, total)
-            self.between = None
-            del total  # before the next sums are made
-        if self.inside is not None:
-            self.sums[wave] = self.zeros(wave, self.extended)
-            self.node.add(self.inside.pieces, self.sums[wave])
-            self.inside = None

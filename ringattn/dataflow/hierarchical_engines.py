@@ -6,27 +6,29 @@ Heads are processed in waves, one kernel each. While a wave is attended, the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..kernels.contract import Block, CompletionCounts, Keys
-from ..layouts.relay import Relay
-from ..layouts.schedule import Fetch, buffer_rows, carried_waves
+from ..kernels.contract import CompletionCounts
+from ..layouts.schedule import buffer_rows, carried_waves
 from ..peer.carry import CarriedPull
-from ..peer.pull import Pattern
+from ..peer.link import Link
+from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
 from .messages import row_bytes
 from .routes import tokens_of
-from .transfer import GradientReturn, Part, Waits
+from .transfer import GradientReturn
 
 
 class HierarchicalEngines(CopyEngines):
     """Across the network once for each node, by messages, and inside of a node by copy engines."""
+
+    polls = False  # messages need multiprocessors, on which such a kernel might leave them no room
 
     @property
     def messages(self) -> HierarchicalMessages:
@@ -34,9 +36,22 @@ class HierarchicalEngines(CopyEngines):
 
     @property
     def pattern(self) -> Pattern:
-        assert self.relay is not None
-        relay = self.relay
-        return self.tables.once("pattern", lambda: pattern(self.plan.rank, relay))
+        return self.tables.once("pattern", self._pattern)
+
+    def _pattern(self) -> Pattern:
+        rank, relay = self.plan.rank, self.relay
+        assert relay is not None
+        lengths = relay.lengths
+        node = next(ranks for ranks in relay.nodes if rank in ranks)
+        place = {other: i for i, other in enumerate(node)}
+        return Pattern(
+            [[run._replace(owner=place[run.owner]) for run in relay.fetches[other]] for other in node],
+            [lengths[other] for other in node],
+            [relay.own[other] for other in node],
+            max(lengths),
+            max(map(len, relay.nodes)),
+            [(run.tokens.start, run.tokens.stop) for runs in relay.carried for run in runs if run.owner == rank],
+        )
 
     def waves(self, shape: Shape, backward: bool) -> list[slice]:
         device = self.plan.transport.device.type
@@ -46,9 +61,8 @@ class HierarchicalEngines(CopyEngines):
         super().prepare()
         self.messages.routes(0)
 
-    def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
-        link, buffers = self.buffers(call, backward)
-        cut, routes, transport = buffers.waves, self.messages.routes(0, call.k.device), self.plan.transport
+    def pull(self, call: Call, link: Link, buffers: FetchBuffers, in_place: bool) -> Pull:
+        routes, transport = self.messages.routes(0, call.k.device), self.plan.transport
         own, _ = self.messages.tokens
 
         def move(shard: Tensor, heads: slice) -> None:
@@ -62,14 +76,7 @@ class HierarchicalEngines(CopyEngines):
             transport.start(delivery.sends, delivery.receives).wait()
             rows[own:].copy_(delivery.buffer)
 
-        pull = CarriedPull(link, buffers, call.k, call.v, move)
-        pull.start(0)
-        for wave, heads in enumerate(cut):
-            if wave + 1 < len(cut):
-                pull.start(wave + 1)
-            pull.wait(wave)
-            yield Part(wave, None, call.q_heads(heads), Keys(*buffers.kv[wave], block), len(cut) == 1)
-            pull.release(wave)
+        return CarriedPull(link, buffers, call.k, call.v, move)
 
     def give_back(self, call: Call) -> GradientReturn:
         return PushedToCarriers(call, self)
@@ -89,25 +96,6 @@ class HierarchicalEngines(CopyEngines):
         rows = min(2, len(cut)) * heads * (buffer_rows(self.plan.fetches[rank]) + extended + sent)
         total += s.batch * row_bytes(self.plan.local_lengths[rank], s, backward)
         return total + self.contribution_bytes(s, rows, heads)
-
-
-def pattern(rank: int, relay: Relay) -> Pattern:
-    """Return what the ranks of a rank's node fetch from each other."""
-    node = next(ranks for ranks in relay.nodes if rank in ranks)
-    place = {other: i for i, other in enumerate(node)}
-    lengths = relay.lengths
-
-    def by_place(run: Fetch) -> Fetch:
-        return run._replace(owner=place[run.owner])
-
-    return Pattern(
-        [tuple(map(by_place, relay.fetches[other])) for other in node],
-        [lengths[other] for other in node],
-        [relay.own[other] for other in node],
-        max(lengths),
-        max(map(len, relay.nodes)),
-        [(run.offset, run.offset + run.length) for runs in relay.carried for run in runs if run.owner == rank],
-    )
 
 
 class PushedToCarriers(GradientReturn):

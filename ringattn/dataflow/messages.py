@@ -5,7 +5,7 @@ A message is rows of (tokens, batch, heads, both head dims), see :mod:`.routes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..shape import Shape
 from ..transport.pending import Pending
 from .base import Call
 from .gathered import gathered_block, interleaved, rows_of_keys
-from .routes import Routes, collected_routes, direct_routes, many_runs, tokens_of
+from .routes import Return, Routes, collected_routes, direct_routes, many_runs, tokens_of
 from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
 
@@ -49,6 +49,12 @@ class Messages(Transfer):
 
         return self.tables.once(("routes", stage), make)
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens of the rank's own shard, and of its extended one."""
+        tokens = self.plan.local_lengths_k[self.plan.rank]
+        return tokens, tokens if self.relay is None else self.relay.lengths[self.plan.rank]
+
     def prepare(self) -> None:
         for stage in range(len(self.stages)):
             self.routes(stage)
@@ -77,8 +83,7 @@ class Messages(Transfer):
             yield part_of(call, block, groups, i, rows.pop())  # which is freed before the next rows are sorted
 
     def give_back(self, call: Call) -> GradientReturn:
-        groups = self.groups(call.shape, call.q.device, backward=True)
-        return SentGradients(call, groups, self.routes(0, call.k.device))
+        return SentGradients(call, self)
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
         plan, rank, runs, together = self.plan, self.plan.rank, self.plan.fetches, self.collects(0)
@@ -100,54 +105,73 @@ def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Ten
     return Part(i, None, call.q_heads(heads), keys, len(groups) == 1)
 
 
-class Contributions(GradientReturn):
-    """Contributions to gradients by messages, and their sums at their owner. A wave is a group of heads: (keys, batch,
-    heads, both head dims)."""
+class SentGradients(GradientReturn):
+    """Contributions that return by messages, and their sums at their owner. A wave is a group of heads: (keys, batch,
+    heads, both head dims). In a hierarchical gather they return to carriers, and sums of a node to the owners of the
+    keys: while those of one group cross the network, those of the next one move inside of the node."""
 
-    def __init__(self, call: Call, groups: Sequence[slice]) -> None:
+    def __init__(self, call: Call, transfer: Messages) -> None:
         k, v, dtype = call.k, call.v, call.accumulation_dtype
-        self.transport, self.groups, self.head_dim = call.plan.transport, groups, k.shape[3]
+        self.groups = transfer.groups(call.shape, call.q.device, backward=True)
+        *self.network, self.node = (transfer.routes(stage, k.device) for stage in range(len(transfer.stages)))
+        self.transport, (self.own, self.extended) = call.plan.transport, transfer.tokens
         self.dk = torch.empty(k.shape, dtype=dtype, device=k.device)
         self.dv = torch.empty(v.shape, dtype=dtype, device=v.device)
-        self.width = k.shape[3] + v.shape[3]
-        self.keys = buffer_rows(call.plan.fetches[call.plan.rank])
+        self.head_dim, self.width = k.shape[3], k.shape[3] + v.shape[3]
         self.partials: dict[int, Tensor] = {}
+        self.sums: dict[int, Tensor] = {}  # of this node, of the rows of extended shards
+        self.inside: Return | None = None
+        self.between: Return | None = None
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
-        heads = self.groups[wave]
-        self.partials[wave] = self.dk.new_empty(self.keys, self.dk.shape[0], heads.stop - heads.start, self.width)
+        self.partials[wave] = self._rows(self.dk.new_empty, wave, self.node.rows)
         rows = self.partials[wave].transpose(0, 1)
         return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
-    def zeros(self, wave: int, rows: int) -> Tensor:
-        """Return the sums of no contributions to some rows."""
+    def _rows(self, make: Callable[..., Tensor], wave: int, rows: int) -> Tensor:
         heads = self.groups[wave]
-        return self.dk.new_zeros(rows, self.dk.shape[0], heads.stop - heads.start, self.width)
+        return make(rows, self.dk.shape[0], heads.stop - heads.start, self.width)
 
-    def store(self, wave: int, total: Tensor) -> None:
+    def start(self, wave: int, counts: CompletionCounts | None) -> None:
+        self.inside = self.node.give_back(self.node.unsorted(self.partials.pop(wave)))
+        self._start(wave - 1)
+
+    def _start(self, summed: int) -> None:
+        """Start the exchange inside of the node, if any, and the one between nodes of a wave that is summed."""
+        for network in self.network:
+            self.between = network.give_back(self.sums[summed][self.own :]) if summed in self.sums else None
+        both = [one for one in (self.between, self.inside) if one is not None]
+        sends = [message for one in both for message in one.sends]
+        receives = [message for one in both for message in one.receives]
+        self.moving: Pending = self.transport.start(sends, receives)
+
+    def finish(self, wave: int) -> None:
+        self._arrive(wave)
+        if self.network and wave + 1 == len(self.groups):
+            self._start(wave)
+            self._arrive(wave + 1)
+
+    def _arrive(self, wave: int) -> None:
+        """Wait for the contributions to a wave inside of the node, if any, and to the one before between nodes."""
+        self.moving.wait()
+        if self.between is not None:
+            total = self.sums.pop(wave - 1)[: self.own]
+            self.network[0].add(self.between.pieces, total)
+            self.between = None
+            self._store(wave - 1, total)
+            del total  # before the next sums are made
+        if self.inside is not None:
+            self.sums[wave] = self._rows(self.dk.new_zeros, wave, self.extended)
+            self.node.add(self.inside.pieces, self.sums[wave])
+            self.inside = None
+            if not self.network:
+                self._store(wave, self.sums.pop(wave))
+
+    def _store(self, wave: int, total: Tensor) -> None:
         """Store the sums of this rank's tokens."""
         heads, total = self.groups[wave], total.transpose(0, 1)
         self.dk[:, :, heads].copy_(total[..., : self.head_dim])
         self.dv[:, :, heads].copy_(total[..., self.head_dim :])
-
-
-class SentGradients(Contributions):
-    """Gradients that return from each rank to the owners of its keys."""
-
-    def __init__(self, call: Call, groups: Sequence[slice], routes: Routes) -> None:
-        super().__init__(call, groups)
-        self.routes = routes
-
-    def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        sends, receives, self.arriving = self.routes.give_back(self.routes.unsorted(self.partials.pop(wave)))
-        self.moving: Pending = self.transport.start(sends, receives)
-
-    def finish(self, wave: int) -> None:
-        total = self.zeros(wave, self.dk.shape[1])
-        self.moving.wait()
-        self.routes.add(self.arriving, total)
-        self.arriving = []  # before the next ones are made
-        self.store(wave, total)
 
 
 class Sizes(NamedTuple):

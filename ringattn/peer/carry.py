@@ -11,20 +11,22 @@ do not poll here: the stream waits, and each wave is a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .link import KEYS, Link
-from .pull import FetchBuffers, publish, put_own
+from .pull import FetchBuffers, Pull
 from .watchdog import READY
 
 Move = Callable[[Tensor, slice], None]
 
 
-class CarriedPull:
-    """One exchange of keys and values, pulled wave by wave of heads.
+class CarriedPull(Pull):
+    """One exchange of keys and values, pulled wave by wave of heads; all messages start with the first wave.
+
+    Every wave must be waited for: so a rank that is READY for an exchange has completed its pulls of the last one.
 
     Args:
         k, v: those of this rank.
@@ -33,38 +35,12 @@ class CarriedPull:
     """
 
     def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor, move: Move) -> None:
-        self.link, self.buffers, self.k, self.v, self.move = link, buffers, k, v, move
-        self.main = link.current_stream()
-        self.epoch = link.next_epoch(KEYS)
-        self.slot = link.next_slot()
+        super().__init__(link, buffers, k, v)
+        self.move = move
         self.arrived: list[tuple[int, torch.cuda.Event]] = []  # by wave, its epoch and the end of its messages
 
-    def start(self, wave: int) -> None:
-        """Start to pull a wave; the first time, start all messages."""
-        link, buffers, main, pulling = self.link, self.buffers, self.main, self.link.pulling
-        if wave == 0:
-            main.wait_event(link.released)
-        link.writable.record(main)  # all work that used this part of the receive buffer has been queued
-        if wave == 0:
-            publish(link, buffers, self.slot, (self.k, self.v), self.epoch)
-            self._move()
-        put_own(buffers, wave, (self.k, self.v))
-        pulling.wait_event(link.writable)
-        if wave == 0:
-            link.wait_for(pulling, READY, self.epoch)
-        self._pull(wave, near=True)
-        epoch, arrived = self.arrived[wave]
-        pulling.wait_event(arrived)
-        link.wait_for(pulling, READY, epoch)
-        self._pull(wave, near=False)
-        buffers.group_flags(wave, self._all(wave)).write(pulling, self.epoch)
-
-    def _pull(self, wave: int, near: bool) -> None:
-        copies = self.buffers.copies(wave, self.slot, near)
-        if copies is not None:
-            copies.queue(self.link.pulling)
-
-    def _move(self) -> None:
+    def publish(self) -> None:
+        super().publish()
         link, moving = self.link, self.link.moving
         moving.wait_stream(self.main)
         for heads in self.buffers.waves:
@@ -76,16 +52,21 @@ class CarriedPull:
             link.signal(moving, READY, epoch)
             self.arrived.append((epoch, arrived))
 
-    def _all(self, wave: int) -> slice:
-        return slice(0, self.buffers.buffers[wave].shape[1])
+    def copy(self, wave: int, groups: Sequence[slice]) -> None:
+        pulling, (epoch, arrived) = self.link.pulling, self.arrived[wave]
+        self._pull(wave, near=True)
+        pulling.wait_event(arrived)
+        self.link.wait_for(pulling, READY, epoch)
+        self._pull(wave, near=False)
+        for heads in groups:
+            self.buffers.group_flags(wave, heads).write(pulling, self.epoch)
 
-    def wait(self, wave: int) -> None:
-        """Make work that is queued from now on wait for the keys and values of a wave, of all ranks. Call it for every
-        wave: so a rank that is READY for an exchange has completed its pulls of the last one."""
-        self.buffers.group_flags(wave, self._all(wave)).wait(self.main, self.epoch)
+    def _pull(self, wave: int, near: bool) -> None:
+        copies = self.buffers.copies(wave, self.slot, near)
+        if copies is not None:
+            copies.queue(self.link.pulling)
 
     def release(self, wave: int) -> None:
-        """Allow work that is queued from now on to reuse the memory of a wave. Call it after the wave's last kernel."""
-        if wave + 1 == len(self.buffers.waves):
+        if wave == self.last:
             self.main.wait_event(self.arrived[wave][1])  # this rank's messages have left
             self.link.released.record(self.main)

@@ -242,21 +242,6 @@ def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
     pack_rows(k, v, into, runs)
 
 
-def publish(link: Link, buffers: FetchBuffers, slot: int, kv: tuple[Tensor, Tensor], epoch: int) -> None:
-    """Pack the keys and values that other ranks get from this one into shared memory, and signal READY."""
-    # This slot was last read two exchanges ago, and a rank that was READY for the last one had completed the pulls of
-    # the one before.
-    _pack(*kv, buffers.shared[slot], buffers.wanted_runs)
-    link.signal(link.current_stream(), READY, epoch)
-
-
-def put_own(buffers: FetchBuffers, wave: int, kv: tuple[Tensor, Tensor], edges: bool = False) -> None:
-    """Pack this rank's own keys and values of a wave into its receive buffer; ``edges``: only those that share a tile
-    with others."""
-    k, v = buffers.of_wave(wave, kv)
-    _pack(k, v, buffers.buffers[wave], buffers.own_edges if edges else buffers.own_runs)
-
-
 class Pull:
     """One exchange of keys and values, pulled wave by wave of heads.
 
@@ -274,23 +259,43 @@ class Pull:
 
     def start(self, wave: int, groups: Sequence[slice]) -> None:
         """Start to pull a wave, in the order of the attention: groups of heads inside the wave."""
-        link, buffers, main, pulling = self.link, self.buffers, self.main, self.link.pulling
+        link, main, pulling = self.link, self.main, self.link.pulling
         if wave == 0:
             main.wait_event(link.released)
         link.writable.record(main)  # all work that used this part of the receive buffer has been queued
         if wave == 0:
-            publish(link, buffers, self.slot, (self.k, self.v), self.epoch)
+            self.publish()
         # After that, so that the other ranks' signals and the first copies take no time of their own.
-        put_own(buffers, wave, (self.k, self.v), self.in_place)
+        self._put_own(wave)
         pulling.wait_event(link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
-            link.wait_for(main, READY, self.epoch)  # the kernel that follows may wait for copies only
-        for copies, flags in buffers.chunks(wave, groups):
-            copies[self.slot].queue(pulling)
-            flags.write(pulling, self.epoch)
+        self.copy(wave, groups)
+
+    def publish(self) -> None:
+        """Pack the keys and values that other ranks get from this one into shared memory, and signal READY."""
+        # This slot was last read two exchanges ago, and a rank that was READY for the last one had completed the pulls
+        # of the one before.
+        _pack(self.k, self.v, self.buffers.shared[self.slot], self.buffers.wanted_runs)
+        self.link.signal(self.link.current_stream(), READY, self.epoch)
+
+    def _put_own(self, wave: int) -> None:
+        """Pack this rank's own keys and values of a wave into its receive buffer; of those that the attention reads in
+        place only what shares a tile with others."""
+        buffers = self.buffers
+        runs = buffers.own_edges if self.in_place else buffers.own_runs
+        _pack(*buffers.of_wave(wave, (self.k, self.v)), buffers.buffers[wave], runs)
+
+    def copy(self, wave: int, groups: Sequence[slice]) -> None:
+        """Queue the copies of a wave, and the ready flags of its rows."""
+        link = self.link
+        if wave == 0:
+            link.wait_for(self.main, READY, self.epoch)  # the kernel that follows may wait for copies only
+        for copies, flags in self.buffers.chunks(wave, groups):
+            copies[self.slot].queue(link.pulling)
+            flags.write(link.pulling, self.epoch)
         if wave == self.last:
-            link.pulled.record(pulling)
+            link.pulled.record(link.pulling)
 
     def ready(self, wave: int) -> ReadyFlags:
         """Return the ready flags of a wave, for a kernel that polls them."""
