@@ -18,8 +18,8 @@ go with the document before. With whole tiles no t matches the mean exactly. Of 
 near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
 The last ranks get what is left: many cuts. So of causal documents the pieces of two ranks are put together and peeled
-again, where that costs less: first of ranks that share documents, then of the one with most tiles and others. Documents
-whose tokens all see each other are not peeled, but halved (:mod:`.halving`).
+again, where that costs less (:mod:`.pairwise`). Documents whose tokens all see each other are not peeled, but
+halved (:mod:`.halving`).
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -36,27 +36,21 @@ from ..masks.intervals import Mask
 from ..masks.pairs import Work
 from .documents import LONG, TILE, joined, tiles_of
 from .halving import halve
+from .pairwise import Pairwise
 
 GROUP = 1024  # neighbouring documents are kept together up to this many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than the mean over this is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
 FAR = 130  # no rank has more than the mean by more than the mean over this
-EVEN = 12  # the same for tiles, per mille
+EVEN = 12  # tiles that differ from the mean by as much are even enough, per mille
+EVEN_PAIR = 5  # the same where only two ranks are left
 FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the square of uneven tiles, per mille
 REACH = 4  # light parts to choose from: this many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
 WIDE = 4  # how far to look where tiles are uneven ...
 MANY = 10  # ... and a rank has no more parts than these, or no choice is near enough
 FEW = 12  # choices with the nearest numbers of pairs, whose tiles are counted
-SHARED = 16  # ranks are peeled again that share documents with a cut after a rank's tokens over this, or more
-ROUNDS = 2  # times that all of these are, at most
-BUSY = 5  # a rank with more tiles above the mean, per mille, is peeled again ...
-OTHERS = 8  # ... with one of at most this many others that have fewest
-RUN = 64  # tokens to fetch that one run less is worth
-PRICE = 10  # tokens per tile above the mean, each as a share of a rank's
-RUNS = 30  # two ranks with more seldom gain
-GAIN = 256  # two ranks keep pieces that cost less by a rank's tokens over this
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
@@ -73,11 +67,15 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
         shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
+
+    def again(runs: list[range], tokens: list[int]) -> list[list[range]]:
+        return _Row(work, _cut(work.cuts, runs, group), even=EVEN_PAIR).divide(tokens)
+
     shards = []
     for share, host in zip(shares, hosts, strict=True):
         row = _Row(work, share)
         peeled = row.divide(host)
-        shards += _Pairs(work, peeled, group, row.max_pairs).peel() if work.causal else peeled
+        shards += Pairwise(work, peeled, row.max_pairs, again).improve() if work.causal else peeled
     return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 
@@ -182,9 +180,9 @@ class _End:
 class _Row:
     """What is left of a row, sorted by work per token."""
 
-    def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
-        """``ranks``: that share what is peeled."""
-        self.work, self.ranks, self.blocks = work, ranks, False
+    def __init__(self, work: Work, parts: list[range], ranks: int = 1, even: int = EVEN) -> None:
+        """``ranks``: that share what is peeled; ``even``: per mille of tiles above or below the mean that are even."""
+        self.work, self.ranks, self.even, self.blocks = work, ranks, even, False
         self.parts = sorted(map(self._part, parts))
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
@@ -314,7 +312,7 @@ class _Search:
             few = FEW // 2 if plain else wide * FEW
             costs = [self._cost(x) for away, x in choices[:few] if away <= limit]
             best = min(costs, key=itemgetter(0), default=best)
-            if best and (many or best.uneven <= EVEN):
+            if best and (many or best.uneven <= self.row.even):
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 
@@ -430,78 +428,3 @@ class _Search:
         t, light, skip, window, lower, part = choice
         pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
         return [*pieces, (part, lower)] if part else pieces
-
-
-class _Pairs:
-    """Ranks with causal documents, of which two at a time are peeled again.
-
-    Attributes:
-        shards: runs of each rank, growing.
-        tiles: of each rank; ``mean``: on average.
-        costs: of each rank, in tokens to fetch.
-    """
-
-    def __init__(self, work: Work, shards: list[list[range]], group: int, max_pairs: int) -> None:
-        self.work, self.group, self.max_pairs = work, group, max_pairs
-        self.shards = [joined(pieces) for pieces in shards]
-        self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
-        self.tiles = [tiles_of(runs, work.cuts, True) for runs in self.shards]
-        self.mean = max(1, sum(self.tiles) // len(shards))
-        self.costs = [self._cost(*rank) for rank in zip(self.shards, self.tiles, strict=True)]
-
-    def peel(self) -> list[list[range]]:
-        """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before."""
-        ranks = range(len(self.shards))
-        for _ in range(ROUNDS):
-            done = set[int]()
-            for a, b in self._sharing():
-                if not done & {a, b} and self._again(a, b):
-                    done |= {a, b}
-            if not done:
-                break
-        for _ in ranks:
-            a = max(ranks, key=lambda rank: self.tiles[rank])
-            others = sorted((b for b in ranks if b != a), key=lambda rank: self.tiles[rank])[:OTHERS]
-            even = 1000 * self.tiles[a] <= (1000 + BUSY) * self.mean
-            if even or not any(self._again(a, b) for b in others):
-                break
-        return self.shards
-
-    def _sharing(self) -> list[tuple[int, int]]:
-        """Return ranks with neighbouring parts of a document, those first that fetch most because of that."""
-        cuts, fetched = self.work.cuts, dict[tuple[int, int], int]()
-        runs = sorted((run.start, run.stop, rank) for rank, runs in enumerate(self.shards) for run in runs)
-        for (_, past, a), (begin, _, b) in itertools.pairwise(runs):
-            first = cuts[bisect_right(cuts, begin) - 1]
-            if first < begin == past:
-                pair = min(a, b), max(a, b)
-                fetched[pair] = fetched.get(pair, 0) + begin - first
-        order = sorted(fetched, key=lambda pair: (-fetched[pair], pair))
-        return [pair for pair in order if fetched[pair] * SHARED >= self.tokens]
-
-    def _again(self, a: int, b: int) -> bool:
-        """Peel the pieces of two ranks again if that costs less, and return whether it does."""
-        work, pair = self.work, (a, b)
-        old = [self.shards[rank] for rank in pair]
-        if sum(map(len, old)) > RUNS:
-            return False
-        row = _Row(work, _cut(work.cuts, [*old[0], *old[1]], self.group))
-        new = [joined(pieces) for pieces in row.divide([sum(map(len, runs)) for runs in old])]
-        before, after = ([sum(map(work.of, runs)) for runs in both] for both in (old, new))
-        tiles = [tiles_of(runs, work.cuts, True) for runs in new]
-        costs = [self._cost(*rank) for rank in zip(new, tiles, strict=True)]
-        gain = sum(self.costs[rank] for rank in pair) - sum(costs)
-        if gain * GAIN <= self.tokens or max(after) > max(self.max_pairs, *before):
-            return False
-        for index, rank in enumerate(pair):
-            self.shards[rank], self.tiles[rank], self.costs[rank] = new[index], tiles[index], costs[index]
-        return True
-
-    def _cost(self, runs: Sequence[range], tiles: int) -> int:
-        """Return the keys that a rank fetches, and the price of its runs and of its tiles above the mean."""
-        cuts, fetched, held = self.work.cuts, 0, 0
-        for run in runs:
-            fetched += run.start - max(cuts[bisect_right(cuts, run.start) - 1], held)
-            held = run.stop
-        above = max(0, 1000 * tiles - (1000 + BUSY) * self.mean)
-        return fetched + RUN * len(runs) + PRICE * self.tokens * above // (1000 * self.mean)
