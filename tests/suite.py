@@ -8,7 +8,7 @@ sets :data:`LONG` before it imports the test modules.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EXAMPLES = 25
@@ -25,6 +25,11 @@ def examples(long: int) -> Callable[[Any], Any]:
 def world_sizes(*default: int, long: tuple[int, ...]) -> tuple[int, ...]:
     """Return the numbers of ranks of a matrix of cases: ``default``, and with --long also those of ``long``."""
     return default + long if LONG else default
+
+
+def few(values: Sequence[Any], keep: int = 1) -> Sequence[Any]:
+    """Return the values of a parameter: with --long all, by default the first ones."""
+    return values if LONG else values[:keep]
 
 
 def calls(run: Callable[[], object]) -> int:

@@ -373,6 +373,7 @@ def _fsdp2() -> list[Tensor]:
     return parameters(run("fsdp2", model=gemma("ringattn"), loader=batches, device="cpu", shape=(2, 2))["model"])
 
 
+@pytest.mark.long
 def test_fsdp2(pools) -> None:  # type: ignore[no-untyped-def]
     model = gemma("eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -638,6 +639,7 @@ def test_generation_of_transformers() -> None:
         assert torch.equal(out, alone.generate(**inputs, max_new_tokens=256))
 
 
+@pytest.mark.long
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 0)
 

@@ -40,6 +40,7 @@ def test_memory_ends_with_json():
     assert rows[1]["streaming_bytes"] / rows[0]["streaming_bytes"] == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.long
 def test_every_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     run("figures", "--folder", str(tmp_path), "--longest", "256")

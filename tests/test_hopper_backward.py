@@ -126,6 +126,7 @@ STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 
 LOADS_OF_KEYS = {(64, 64): 6, (96, 96): 8, (128, 128): 8, (192, 128): 10, (256, 256): 10}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "copies", "parts"),
     [("float16", False, 1), ("bfloat16", True, 1), ("bfloat16", False, 1), ("bfloat16", True, 2)],

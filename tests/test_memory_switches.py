@@ -119,6 +119,7 @@ def differences() -> dict[str, float]:
     return {name: worst(run(change), want) for name, change in changes.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_every_switch_leaves_loss_and_gradients_as_they_were(pools, world_size: int) -> None:
     for found in pools(world_size).run(differences):

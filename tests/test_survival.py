@@ -251,6 +251,7 @@ def state(out: Path) -> dict[str, Any]:
     return train.load_checkpoint(path)
 
 
+@pytest.mark.long
 @linux
 def test_a_run_that_is_terminated_and_loses_a_rank_ends_with_the_bits_of_an_undisturbed_one(launch: Any) -> None:
     undisturbed, disturbed = launch("undisturbed"), launch("disturbed", "--resume=auto")
