@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from . import mask as masks
 from .agreement import hash_of
 from .layouts import shards as layouts
 from .layouts.relay import Nodes
 from .layouts.shards import Shard
+from .masks import common as masks
 from .masks.intervals import Intervals, Mask
 from .peer.connect import by_host
 from .transport import group as transports

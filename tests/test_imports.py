@@ -332,6 +332,21 @@ def test_every_module_can_be_imported_without_triton() -> None:
     assert said.strip().split("\n")[-1] == "all"
 
 
+def test_an_import_loads_what_plan_and_attention_need() -> None:
+    count = "print(sum(m.split('.')[0] == 'ringattn' for m in sys.modules))"
+    said = run(
+        f"import sys, ringattn; {count}\n"
+        "assert all(getattr(ringattn, name) is not None for name in ringattn.__all__)\n"
+        "print(ringattn.virtual.__name__, set(ringattn.__all__) <= set(dir(ringattn)))\n"
+        "try: ringattn.atention\n"
+        "except AttributeError as e: print(e)\n"
+    )
+    first, names, error = said.strip().split("\n")
+    assert int(first) <= 60
+    assert names == "ringattn.virtual True"
+    assert "no attribute 'atention'; it has CacheFull" in error
+
+
 def test_an_integration_says_what_to_install() -> None:
     said = run(HIDE + "try: import ringattn.hf\nexcept ImportError as e: print(e)")
     assert "pip install 'transformers" in said

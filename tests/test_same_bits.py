@@ -21,7 +21,8 @@ from torch import Tensor
 
 import ringattn
 from ringattn import virtual
-from ringattn.dataflow import SAME_BITS, tiles
+from ringattn.dataflow import tiles
+from ringattn.dataflow.same_bits import SAME_BITS
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS, Eager, Triton
 

@@ -23,7 +23,6 @@ from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
 from .circulation import TravellingShards
-from .description import describe
 
 
 @dataclass(slots=True, eq=False)
@@ -174,4 +173,6 @@ class Dataflow:
 
     def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
+        from .description import describe
+
         return describe(self, plan, shape, tflops, gigabytes_per_second)

@@ -39,12 +39,7 @@ from ..plans import Plan, once
 from ..shape import Shape
 from ..trace import named
 from .base import Call, Dataflow, Gradients, Traffic
-from .copy_engines import CopyEngines
-from .description import shortened
 from .gathered import gathered_block, interleaved
-from .hierarchical import HierarchicalMessages
-from .hierarchical_engines import HierarchicalEngines
-from .messages import Messages
 from .routes import tokens_sent
 from .transfer import Transfer
 
@@ -150,6 +145,8 @@ class Gather(Dataflow):
         transfer_of(plan).prepare()
 
     def meetings(self, plan: Plan) -> list[str]:
+        from .description import shortened
+
         def text(runs: Sequence[Fetch]) -> str:
             tokens = [f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs]
             return " ".join(shortened(tokens, "runs")) or "nothing"
@@ -186,6 +183,11 @@ def _traffic(plan: Plan) -> list[list[int]]:
 def transfer_of(plan: Plan) -> Transfer:
     """Return how keys of a plan come, and how gradients return: the only place that chooses. Copy engines move
     neighbouring tokens between the ranks that a link has; no relay is needed where they connect all ranks."""
+    from .copy_engines import CopyEngines
+    from .hierarchical import HierarchicalMessages
+    from .hierarchical_engines import HierarchicalEngines
+    from .messages import Messages
+
     engines = not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
     if engines and plan.transport.pulls:
         return CopyEngines(plan)

@@ -267,3 +267,6 @@ def _moved(plan: Plan, side: Side) -> int:
 def _query_bytes(s: Shape) -> int:
     """Return the bytes of one token's q, dout, lse and delta."""
     return s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
+
+
+SAME_BITS = SameBits()
