@@ -1,8 +1,7 @@
 """Exchange of tensors between the ranks of a group.
 
-:class:`Transport` is the interface that dataflows use. :class:`GroupTransport` sends tensors over a process group
-(gloo, NCCL) as batched point-to-point messages; :mod:`ringattn.virtual` has a transport for ranks that are threads of
-one process. Both count what they send.
+:class:`Transport` is what dataflows use. :class:`GroupTransport` sends tensors over a process group (gloo, NCCL) as
+batched point-to-point messages; :mod:`ringattn.virtual` connects threads of one process. Both count what they send.
 
 Point-to-point messages are not checked for size or dtype (gloo aborts or leaves stale data, NCCL may hang), so ranks
 compare what they are about to do with :meth:`Transport.agree` before the first message.
@@ -113,8 +112,7 @@ class Transport:
         self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
 
     def refuse(self, call: str, error: Exception) -> None:
-        """Report invalid arguments in a call that is not compared. Other ranks may already be communicating, so the
-        group is marked unusable."""
+        """Report invalid arguments in a call that ranks do not compare; the group is unusable from then on."""
         self.note_failure(error)
 
     def check_usable(self) -> None:
@@ -130,8 +128,7 @@ class Transport:
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-        different message. Errors of arguments that ranks compare are raised on all of them before anything is sent, and
-        are not noted."""
+        different message. Errors that ranks compare are raised on all of them before anything is sent, and not noted."""
         if self.world_size > 1:
             self.given_up = f"{type(error).__name__}: {error}"
 
