@@ -128,7 +128,7 @@ class Transport:
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-        different message. Errors that ranks compare are raised on all of them before anything is sent, and not noted."""
+        different message. Errors that ranks compare are raised on all of them before anything is sent: not noted."""
         if self.world_size > 1:
             self.given_up = f"{type(error).__name__}: {error}"
 
