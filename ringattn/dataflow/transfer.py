@@ -14,17 +14,19 @@ position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
+from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..layouts.relay import Relay
 from ..layouts.schedule import Fetch
 from ..plans import Plan
 from ..shape import Shape
 from .base import Call
+from .description import shortened
 
 Waits = Callable[[Keys, slice], bool]
 
@@ -77,20 +79,32 @@ class GradientReturn(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A plan's transfer. Its tables are kept by the plan.
-
-    Args:
-        relay: how keys cross the network once for each node; None where nodes do not matter.
-    """
+    """A plan's transfer. Its tables are kept by the plan."""
 
     plan: Plan
-    relay: Relay | None = None
     inside: ClassVar[str] = "messages"  # what moves keys inside of a node
 
     @property
     def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
         """The exchanges that follow each other: for every rank the runs that it takes."""
-        return (self.plan.fetches,) if self.relay is None else (self.relay.carried, self.relay.fetches)
+        return (self.plan.fetches,)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens of the rank's own shard, and of the one that other ranks of its node take keys from."""
+        return (self.plan.local_lengths_k[self.plan.rank],) * 2
+
+    def verify(self) -> None:
+        """Prove that the exchanges bring every rank what it fetches.
+
+        Raises:
+            AssertionError: with what is wrong and where.
+        """
+        verify.check_fetches(self.plan.fetches, self.plan.local_lengths_k)
+
+    def meetings(self) -> list[str]:
+        """Return lines that say which ranks take which tokens."""
+        return shortened([f"rank {r} attends to {text_of(runs)}" for r, runs in enumerate(self.plan.fetches)], "ranks")
 
     def of(self, call: Call) -> Transfer:
         """Return the transfer of one call: messages where its tensors have no link, as in the capture of a graph."""
@@ -118,3 +132,39 @@ class Transfer:
         """Return what a call allocates in addition to its inputs and results, see
         :meth:`.base.Dataflow.memory_bytes`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Hierarchical(Transfer):
+    """A transfer in two exchanges, between nodes and inside of each one.
+
+    Args:
+        relay: how keys cross the network once for each node.
+    """
+
+    relay: Relay = field(kw_only=True)
+
+    @property
+    def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
+        return self.relay.carried, self.relay.fetches
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return self.relay.own[self.plan.rank], self.relay.lengths[self.plan.rank]
+
+    def verify(self) -> None:
+        super().verify()
+        verify.check_relay(self.relay, self.plan.fetches)
+
+    def meetings(self) -> list[str]:
+        sizes = sorted({len(ranks) for ranks in self.relay.nodes})
+        some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+        nodes = f"{len(self.relay.nodes)} nodes of {some} ranks"
+        carried = [f"rank {r} carries for its node {text_of(runs)}" for r, runs in enumerate(self.relay.carried)]
+        inside = f"{nodes}: messages between them, {self.inside} inside of them"
+        return [*super().meetings(), inside, *shortened(carried, "ranks")]
+
+
+def text_of(runs: Sequence[Fetch]) -> str:
+    tokens = [f"{run.owner}[{run.tokens.start}:{run.tokens.stop}]" for run in runs]
+    return "owner[tokens]: " + (" ".join(shortened(tokens, "runs")) or "nothing")
