@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.documents import LENGTHS, bounds
 from ringattn import mask as masks
+from ringattn.factory import plan
 from ringattn.layouts import needs
 from ringattn.layouts.loads import Loads
 from ringattn.layouts.shards import LAYOUTS
 from ringattn.mask import Mask
-from ringattn.request import plan
 from ringattn.virtual import VirtualRank
 
 HEAD = "| lengths | tokens per rank | ranks | layout | pairs | tiles | all tiles | fetched (bound) | runs |"

@@ -32,8 +32,8 @@ times tokens/s/GPU, divided by ``--peak`` TFLOP/s. Memory is the peak of torch's
 memory that ringattn shares between GPUs, which the allocator does not count; ``device`` is all memory in use on the GPU
 at the end.
 
-``--each-switch`` measures ringattn with each switch for less memory alone and with all of them (docs/use/longest.md),
-next to the memory that ringattn.planner predicts.
+``--each-switch`` measures ringattn with each switch for less memory (docs/how-to/longest.md) alone and with all of
+them, next to the memory that ringattn.planner predicts.
 
 A contestant that cannot run is reported with the reason. If it fails before anything is sent, the next one runs. A rank
 that fails later writes its reason and ends the launch, because others may wait for it. One launch per contestant is

@@ -45,7 +45,7 @@ from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
 from ringattn.kernels.delta import row_delta
 from ringattn.peer import driver as stream_memory
-from ringattn.predict import cost
+from ringattn.predict import cost, dataflow_time
 from ringattn.shape import Shape
 from ringattn.transport import group as transports
 from ringattn.transport.group import Pending
@@ -99,8 +99,8 @@ class Machine:
         return statistics.median(self.segment(body, count) for _ in range(3))
 
     def times(self, bodies: Sequence[Callable[[], object]]) -> list[float]:
-        """Return what :meth:`time` returns of several bodies, measured in turns: in :data:`ROUNDS` rounds, of which
-        each begins with another one, so that all of them meet the same disturbances. Returns the medians."""
+        """Return what :meth:`time` returns of several bodies, measured in turns: in :data:`ROUNDS` rounds that
+        each begin with another one, so that all of them meet the same disturbances. Returns the medians."""
         counts = []
         for body in bodies:
             body()
@@ -287,15 +287,15 @@ class Machine:
             floors |= {f"{name}_forward_ms": forward / slots[0], f"{name}_backward_ms": backward / slots[1]}
         return floors
 
-    def problem(self) -> cost.Problem:
+    def problem(self) -> dataflow_time.Problem:
         """Return the problem of :meth:`call` as the cost model sees it."""
         with no_file():
             choice = ringattn.plan(self.tokens * self.world, causal=True).choice
         assert choice is not None
         return choice.problem
 
-    def modelled(self, costs: cost.Costs, dataflow: str) -> cost.Candidate:
-        return cost.choose(self.problem(), costs, "", self.shape).of(dataflow)
+    def modelled(self, costs: cost.Costs, dataflow: str) -> dataflow_time.Candidate:
+        return dataflow_time.predict(self.problem(), costs, self.shape, dataflow)
 
     def calibrate(self) -> tuple[cost.Costs, set[str], list[dict[str, Any]]]:
         """Return the constants, the names of those that were measured (the others are defaults), and the model's times

@@ -21,7 +21,7 @@ from benchmarks.page_reader import SHAPES, reader
 from ringattn.generation.decoding import decode
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import BACKENDS
-from ringattn.kernels.paged.contract import Call
+from ringattn.kernels.paged.operands import Call
 from ringattn.kernels.paged.quantize import stored
 
 Copies = list[tuple[Tensor, Tensor]]  # keys and values of each layer

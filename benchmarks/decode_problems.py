@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn.generation.decoding import LayerStep
 from ringattn.kernels.paged import eager
 from ringattn.kernels.paged.cascade import Prefix, share
-from ringattn.kernels.paged.contract import E4M3, Pool, StepState, stacked
+from ringattn.kernels.paged.operands import E4M3, Pool, StepState, stacked
 from ringattn.kernels.paged.quantize import quantize
 from ringattn.transport.group import Transport
 

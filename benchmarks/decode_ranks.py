@@ -22,7 +22,7 @@ from benchmarks.kernels import replay
 from benchmarks.scaling_timing import clock
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import Paged, choose
-from ringattn.kernels.paged.contract import Call
+from ringattn.kernels.paged.operands import Call
 from ringattn.transport import group as transports
 from ringattn.transport.group import Transport
 from scripts import ranks

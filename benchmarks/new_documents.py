@@ -23,9 +23,9 @@ import torch
 
 import ringattn
 from benchmarks.documents import LENGTHS, bounds
+from ringattn import Plan
 from ringattn.dataflow import gather, gathered
-from ringattn.kernels.hopper import forward_work, work
-from ringattn.plans import Plan
+from ringattn.kernels.hopper import forward, tile_scheduler
 from ringattn.virtual import VirtualRank
 
 CPU = torch.device("cpu")
@@ -54,8 +54,8 @@ def first_call(plan: Plan) -> None:
     else:
         blocks = [plan.block(plan.rank, step.owner) for step in plan.steps if step.compute and step.owner is not None]
     for block in blocks:
-        forward_work.query_tile_table(block, 128, 128, CPU)
-        work.key_tile_table(block, 128, 64, CPU)
+        forward.query_tile_table(block, 128, 128, CPU)
+        tile_scheduler.key_tile_table(block, 128, 64, CPU)
 
 
 def on_one_cpu(args: argparse.Namespace, ranks: int) -> dict[str, float]:

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper.primitives import async_load, tiles_like
 from ringattn.kernels.hopper.tensor_maps import view
 from ringattn.kernels.launch import dispatch, multiprocessors
-from ringattn.kernels.paged.contract import Pool, Tables, tile_size
 from ringattn.kernels.paged.hopper_pieces import part_of, share_of
+from ringattn.kernels.paged.operands import Pool, Tables, tile_size
 
 
 class Shape(NamedTuple):

@@ -1,7 +1,7 @@
 """Plot what bench_decode measured on one GPU: bandwidth over the length of the context, one panel per batch.
 
     python -m benchmarks.bench_decode --plots > decode.log
-    python -m benchmarks.plot_decode decode.log docs/scaling/decode.png
+    python -m benchmarks.plot_decode decode.log docs/why/scaling/decode.png
 
 Reads the last line of JSON of each log. GB/s are those of keys and values; ``read`` is the fastest kernel that only
 loads them; the last panel has 64 sequences of many lengths. Needs matplotlib.

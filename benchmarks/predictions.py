@@ -43,7 +43,7 @@ from benchmarks import json_lines
 from benchmarks.calibrate import FEW, FEW_OF_A_CALL, Machine, no_file
 from benchmarks.scaling_problems import mask_arguments
 from ringattn.peer.link import Link, Region
-from ringattn.predict import cost
+from ringattn.predict import cost, dataflow_time
 from ringattn.predict.cost import Costs
 from ringattn.shape import Shape
 from scripts import ranks
@@ -102,8 +102,8 @@ def predict(machine: Machine, costs: Costs, problem: Problem) -> Predicted:
     with no_file():
         choice = ringattn.plan(problem.tokens * machine.world, layout=problem.layout, **problem.arguments).choice
     assert choice is not None
-    found = cost.choose(choice.problem, costs, "", shape).candidates
-    auto = cost.choose(choice.problem, costs, "").dataflow
+    found = dataflow_time.choose(choice.problem, costs, "", shape).candidates
+    auto = dataflow_time.choose(choice.problem, costs, "").dataflow
     return Predicted({c.dataflow: (c.forward, c.backward) for c in found}, auto)
 
 

@@ -30,7 +30,7 @@ def zigzag_in_documents(mask: Mask, world_size: int, local_size: int) -> tuple[S
 
 
 def padded_zigzag_in_documents(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
-    """Cut every document into 2N equal chunks, of which the last ones are shorter or empty; rank r holds chunks r and
+    """Cut every document into 2N equal chunks (the last may be shorter or empty); rank r holds chunks r and
     2N-1-r of each. With padding at the ends of documents, this is the order of Transformer Engine and Megatron."""
     parts = 2 * world_size
     runs: list[list[range]] = [[] for _ in range(world_size)]

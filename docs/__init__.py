@@ -1,1 +1,1 @@
-"""Pages, and the tutorial in docs/idea."""
+"""Pages, and the tutorial in docs/start/idea."""

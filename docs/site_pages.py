@@ -22,7 +22,6 @@ ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
-    "kernels.md": "kernels/NOTES.md",
 }
 # A link, or code, in which there are none
 _LINK_OR_CODE = re.compile(
@@ -36,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that lie elsewhere, and the reference."""
     for page, path in ELSEWHERE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
-    files.append(File.generated(config, "api.md", content=reference()))
+    files.append(File.generated(config, "reference/api.md", content=reference()))
     return files
 
 

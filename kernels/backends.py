@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..partial import Partial
-from . import eager, long_sums, walks, weaving
+from . import eager, long_sums, passes, weaving
 from .contract import (
     Block,
     CompletionCounts,
@@ -51,7 +51,7 @@ class Backend:
         Args:
             state: state to carry in; its tensors may be overwritten and returned. Without one, the sink joins.
         """
-        carried = self._or_eager(q, keys)._carried(q, weaving.keys(keys).walks(), score, state)
+        carried = self._or_eager(q, keys)._carried(q, weaving.keys(keys).passes(), score, state)
         assert carried is not None
         self._raise_largest(q, keys, score)
         return carried
@@ -67,26 +67,26 @@ class Backend:
         written."""
         if score.largest is not None:
             backend = self._or_eager(q, keys)
-            for walk in keys.walks():
-                torch.maximum(score.largest, backend._largest(q, walk, score), out=score.largest)
+            for some in keys.passes():
+                torch.maximum(score.largest, backend._largest(q, some, score), out=score.largest)
 
     def _output(self, q: Tensor, keys: Keys, score: Score, state: Partial | None) -> Result:
         divisible = len(q) == 1 and not keys.block.ordered  # queries are one after another in memory, no bits to keep
         if keys.block.others and state is None and divisible:
-            runs = walks.of_queries(keys.block)
+            runs = passes.of_queries(keys.block)
             if len(runs) > 1:
                 return self._output_of_runs(q, keys, score, runs)
-        *before, last = keys.walks()
+        *before, last = keys.passes()
         result = self._forward(q, last, score, self._carried(q, before, score, state), finalize=True)
         assert isinstance(result, Result)
         return result
 
     def _output_of_runs(self, q: Tensor, keys: Keys, score: Score, runs: list[tuple[slice, Block]]) -> Result:
-        """Return the output where runs of queries see something in different walks: each goes through its own."""
+        """Return the output where runs of queries see something in different passes: each goes through its own."""
         out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulation_dtype(q))
         for rows, block in runs:
-            *before, last = keys._replace(block=block).walks()
+            *before, last = keys._replace(block=block).passes()
             state = self._carried(q[:, rows], before, score, None)
             lse[..., rows] = self._output_into(q[:, rows], last, score, state, out[:, rows])
         return Result(out, lse)
@@ -137,7 +137,7 @@ class Backend:
             more = keys if deterministic else weaving.keys(keys)
             if more is not keys:
                 return weaving.gradients(keys, self.backward(queries, more, score, dq, deterministic=False), into)
-            return self._walks_back(queries, keys, score, dq, Delivery(deterministic, into))
+            return self._passes_back(queries, keys, score, dq, Delivery(deterministic, into))
         if in_pieces:
             return backend._in_pieces(queries, keys, score, dq, Delivery(deterministic, into), heads)
         delivery = Delivery(deterministic, into, counters, outputs, complete and into is None)
@@ -206,15 +206,15 @@ class Backend:
         """Return the eager backend for empty tensors, which it handles on any device: there is nothing to launch."""
         return BACKENDS["eager"] if 0 in q.shape or 0 in keys.k.shape else self
 
-    def _walks_back(
+    def _passes_back(
         self, queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery
     ) -> tuple[Tensor, Tensor]:
         """Run the backward once for each interval per query, over the keys that are seen there. Gradients of keys that
-        one walk sees are written in place, those of other walks added."""
+        one pass sees are written in place, those of other passes added."""
         deterministic, into = delivery.deterministic, delivery.into
         dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in keys[:2])
         done = 0  # keys below it have gradients
-        for inside, block in walks.of_keys(keys.block):
+        for inside, block in passes.of_keys(keys.block):
             some = Keys(keys.k[:, inside], keys.v[:, inside], block)
             apart = inside.start >= done
             for gradient in (dk, dv):
@@ -222,14 +222,14 @@ class Backend:
             own = (dk[:, inside], dv[:, inside]) if apart else None
             pieces = self._pieces_of_queries(queries.q, some, score)
             if pieces > 1:
-                of_walk = self._folded_back(queries, some, score, dq, deterministic, pieces)
+                of_pass = self._folded_back(queries, some, score, dq, deterministic, pieces)
             else:
-                of_walk = self.backward(queries, some, score, dq, deterministic=deterministic, into=own)
+                of_pass = self.backward(queries, some, score, dq, deterministic=deterministic, into=own)
             if pieces > 1 and own is not None:
-                _store(of_walk, own)
+                _store(of_pass, own)
             if not apart:
-                dk[:, inside] += of_walk[0]
-                dv[:, inside] += of_walk[1]
+                dk[:, inside] += of_pass[0]
+                dv[:, inside] += of_pass[1]
             done = max(done, inside.stop)
         for gradient in (dk, dv):
             gradient[:, done:].zero_()
@@ -254,7 +254,7 @@ class Backend:
         q, dout, lse, delta = queries
         runs = Queries(by_rows(q), by_rows(dout), by_columns(lse), by_columns(delta))
         k, v = (x.expand(pieces, -1, -1, -1).contiguous() for x in (keys.k, keys.v))
-        several = Keys(k, v, walks.folded(keys.block, pieces))
+        several = Keys(k, v, passes.folded(keys.block, pieces))
         dk, dv = self.backward(runs, several, score, by_rows(dq), deterministic=deterministic)
         return dk.sum(0, keepdim=True), dv.sum(0, keepdim=True)
 
@@ -351,9 +351,7 @@ class Hopper(_Compiled):
 
     def _adds(self, q: Tensor, deterministic: bool) -> bool:
         """Return whether these kernels run the backward, which adds to dq in memory."""
-        backward = self._module("backward")
-        dims = backward.IN_ORDER if deterministic else [dim for dim, _ in backward.HEAD_DIMS]
-        return q.shape[-1] in dims
+        return bool(self._module("backward").has_kernel(q, deterministic))
 
     def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
         return self._adds(q, deterministic)

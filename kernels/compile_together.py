@@ -6,7 +6,6 @@ hold the interpreter's lock, and ptxas is a process of its own. So threads are e
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -16,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-
-from .direct_launch import TRITON_3_6
 
 # At most; each may need 0.2 GB, and all ranks of a host compile at once. Before Python 3.11.8, ast.parse raises
 # SystemError now and then if several threads parse (python/cpython#106905).
@@ -34,11 +31,10 @@ def compile_together(calls: Sequence[Callable[[], Any]], device: torch.device) -
     Returns:
         What each one returned, or the exception that it raised, in the order of ``calls``.
     """
-    # Triton 3.6's code generator changes the filters of warnings for a moment, which threads undo in another order than
-    # they did it.
-    filters = warnings.catch_warnings() if TRITON_3_6 else contextlib.nullcontext()
+    # A code generator may change the filters of warnings for a moment, as Triton 3.6's does, which threads undo in
+    # another order than they did it.
     runs = [_outcome(call) for call in calls]
-    with _one_caller, filters:
+    with _one_caller, warnings.catch_warnings():
         try:
             return _in_threads(runs, device)
         except RuntimeError:  # no thread can be started: Python is about to end, or there are too many

@@ -217,9 +217,9 @@ class Keys(NamedTuple):
     block: Block
     ready: ReadyFlags | None = None
 
-    def walks(self) -> list[Keys]:
-        """Return the same keys once for each of :attr:`Block.walks`."""
-        return [self] if not self.block.others else [self._replace(block=walk) for walk in self.block.walks]
+    def passes(self) -> list[Keys]:
+        """Return the same keys once for each of :attr:`Block.passes`."""
+        return [self] if not self.block.others else [self._replace(block=one) for one in self.block.passes]
 
 
 class Queries(NamedTuple):
@@ -372,7 +372,7 @@ class Block:
     memo: Memo[Any] = field(default_factory=lambda: Memo(256), repr=False, init=False)
 
     @property
-    def walks(self) -> tuple[Block, ...]:
+    def passes(self) -> tuple[Block, ...]:
         """The block of each interval per query, without those in which no query sees anything; at least one. All of
         an ordered block: a walk rounds the state that it carries."""
         if not self.others:
@@ -382,7 +382,7 @@ class Block:
             every = replace(self, others=()), *self.others
             return tuple(x for x in every if self.ordered or bool((x.end > x.start).any())) or every[:1]
 
-        return self.memo.once("walks", make)
+        return self.memo.once("passes", make)
 
     @property
     def groups_k(self) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Repeats a launch with other addresses through the function that Triton compiles for it in C.
+"""Relaunch a compiled kernel with new pointers, bypassing Triton's Python launcher.
 
 Triton's own way to that function asks each tensor for its address and the driver whether it is one, encodes every TMA
 view again, and copies the arguments twice: in all, longer than a short kernel runs. :class:`DirectLaunch` keeps the
-arguments as that function takes them and fills in addresses and encoded views, which it keeps by their address. The
-order of the arguments is that of Triton 3.6; with another version there are no direct launches.
+arguments as that function takes them and fills in addresses and encoded views, which it keeps by their address. Where
+Triton passes them in another way (:func:`.launch_paths.direct`), all launches go through its launcher.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..memo import Memo
+from . import launch_paths
 
-TRITON_3_6 = triton.__version__.startswith("3.6.")
 _VIEWS = 16  # encoded views that are kept of each argument
 
 
@@ -86,7 +85,7 @@ class DirectLaunch:
     def possible(compiled: Any) -> bool:
         """Return whether a compiled kernel can be launched this way."""
         run: Any = getattr(compiled, "_run", None)
-        if not TRITON_3_6 or type(run).__name__ != "CudaLauncher":
+        if not launch_paths.direct() or type(run).__name__ != "CudaLauncher":
             return False
         described = _in_c(run)[1]
         return not run.global_scratch_size and not run.profile_scratch_size and None not in described.values()

@@ -28,13 +28,13 @@ from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
 from ..memo import Memo
-from . import cache_folder
+from . import cache_folder, launch_paths
 from .compile_together import compile_together
-from .direct_launch import TRITON_3_6, DirectLaunch, View
+from .direct_launch import DirectLaunch, View
 
 LAUNCHES = 1024  # launches that one Launches keeps; lengths may differ from batch to batch
 COMPILED = 4096  # compiled kernels that dispatch() keeps
-CLUSTERS = TRITON_3_6  # whether dispatch() can launch kernels for single CTAs in clusters
+CLUSTERS = launch_paths.clusters()  # whether dispatch() can launch kernels for single CTAs in clusters
 
 _compiled: Memo[tuple[CompiledKernel, list[Any]]] = Memo(COMPILED)
 _NO_SWITCH = nullcontext()
@@ -99,8 +99,8 @@ def _compile(
     """Compile and load the kernel of a launch, and those of its variants at the same time; return the first and its
     constants, or None if Triton's ``jit_cache_hook`` says that it is not to be compiled.
 
-    Triton 3.6 launches the clusters that a kernel has been compiled for. Gluon cannot express those; but the launcher
-    reads their size from the packed metadata, and multiplies the grid by it.
+    Triton launches the clusters that a kernel has been compiled for, and this one is compiled for single CTAs: clusters
+    come of the packed metadata, see :mod:`.launch_paths`.
 
     Raises:
         Exception: what was raised by the first compilation that failed. The kernels of the others are kept."""

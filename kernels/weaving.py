@@ -1,11 +1,11 @@
-"""Two intervals per query as one, where one of them is a few keys: those are repeated among the others.
+"""Fold a short second interval (attention sinks) into the first by duplicating its keys.
 
     window of 6 keys and 2 sinks, s t        keys      s t 2 3 4 5 6 7|s t|8 9 . . .|s t|. .
     query 8 sees s t and 3 to 8                              [3 4 5 6 7 s t 8]
     query 13 sees s t and 8 to 13                                       [s t 8 9 . . .]
 
 A window of w keys that moves along holds exactly one of copies that are w keys apart. So the sinks of a query and its
-window are neighbours in a buffer with a few more keys, and one walk goes over both: no state is carried. The order of
+window are neighbours in a buffer with a few more keys, and one pass goes over both: no state is carried. The order of
 keys does not matter to a sum over them. Gradients of copies are added to those of the keys themselves.
 """
 
@@ -24,7 +24,7 @@ MOST = 16  # all copies together have at most the 16th part of the keys
 
 
 class Woven(NamedTuple):
-    """A block of one walk over repeated keys.
+    """A block of one pass over repeated keys.
 
     Args:
         sources: (more keys,) int32, the key that each row of the buffer is.
@@ -41,13 +41,13 @@ class Woven(NamedTuple):
 
 
 def keys(keys: Keys) -> Keys:
-    """Return the keys with copies among them, and the block of one walk over these; the same keys where that is not
+    """Return the keys with copies among them, and the block of one pass over these; the same keys where that is not
     possible, or while they are still arriving."""
-    one_walk = woven(keys.block) if keys.block.others and keys.ready is None else None
-    if one_walk is None:
+    one_pass = woven(keys.block) if keys.block.others and keys.ready is None else None
+    if one_pass is None:
         return keys
-    sources = _rows(keys, one_walk)[0]
-    return Keys(keys.k.index_select(1, sources), keys.v.index_select(1, sources), one_walk.block)
+    sources = _rows(keys, one_pass)[0]
+    return Keys(keys.k.index_select(1, sources), keys.v.index_select(1, sources), one_pass.block)
 
 
 def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -56,9 +56,9 @@ def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Te
     Args:
         into: where they are written; new tensors if absent.
     """
-    one_walk = woven(keys.block)
-    assert one_walk is not None
-    _, own, copies, copied = _rows(keys, one_walk)
+    one_pass = woven(keys.block)
+    assert one_pass is not None
+    _, own, copies, copied = _rows(keys, one_pass)
     results = []
     for number, of_row in enumerate(of_rows):
         whole = of_row.index_select(1, own)
@@ -67,20 +67,20 @@ def gradients(keys: Keys, of_rows: tuple[Tensor, Tensor], into: tuple[Tensor, Te
     return results[0], results[1]
 
 
-def _rows(keys: Keys, one_walk: Woven) -> tuple[Tensor, ...]:
-    return keys.block.on(keys.k.device, "woven rows", lambda: one_walk[1:])
+def _rows(keys: Keys, one_pass: Woven) -> tuple[Tensor, ...]:
+    return keys.block.on(keys.k.device, "woven rows", lambda: one_pass[1:])
 
 
 def woven(block: Block) -> Woven | None:
-    """Return the block as one walk over repeated keys, or None where that is not possible. Made once."""
+    """Return the block as one pass over repeated keys, or None where that is not possible. Made once."""
     return block.memo.once("woven", lambda: (_weave(block),))[0]
 
 
 def _weave(block: Block) -> Woven | None:
-    walks = block.walks
-    if block.ordered or len(walks) != 2 or any(walk.start.shape[0] != 1 for walk in walks):
+    passes = block.passes
+    if block.ordered or len(passes) != 2 or any(one.start.shape[0] != 1 for one in passes):
         return None
-    several = [[x[0].cpu().numpy().astype(np.int64) for x in (walk.start, walk.end)] for walk in walks]
+    several = [[x[0].cpu().numpy().astype(np.int64) for x in (one.start, one.end)] for one in passes]
     several.sort(key=lambda x: int((x[1] - x[0]).sum()))
     (low, high), (start, end) = several  # few keys, and the others
     some, sees = high > low, end > start

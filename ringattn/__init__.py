@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import errors as errors
-from . import mask as mask
+from .factory import Plan as Plan
+from .factory import dataflows as dataflows
+from .factory import plan as plan
 from .functional import attention as attention
 from .partial import Partial as Partial
 from .partial import merge as merge
-from .plans import Plan as Plan
-from .request import dataflows as dataflows
-from .request import plan as plan
 
 if _TYPE_CHECKING:
     from . import batch as batch
     from . import host_memory as host_memory
     from . import loss as loss
+    from . import mask as mask
     from .adapters.flash import use as use
     from .adapters.sdpa import wrap as wrap
     from .generation import CacheFull as CacheFull
@@ -53,7 +53,7 @@ _ON_DEMAND = {  # names that are imported when they are asked for: where they ar
     "use": "adapters.flash",
     "wrap": "adapters.sdpa",
 }
-_MODULES = ("batch", "host_memory", "loss")
+_MODULES = ("batch", "host_memory", "loss", "mask", "virtual")
 
 
 def __getattr__(name: str) -> _Any:

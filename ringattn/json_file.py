@@ -1,4 +1,4 @@
-"""Small JSON files that may have been replaced by anything: a pipe, a device, a folder, text of any depth."""
+"""Read small JSON files from untrusted paths: each may be a pipe, a device, a folder or text of any depth."""
 
 from __future__ import annotations
 

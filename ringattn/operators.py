@@ -27,8 +27,8 @@ from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from .layouts.shards import length, put, take
 from .plans import Plan
 
-# Tables, counters and buffers that a first call makes and keeps must not lie in the memory of a graph that inductor
-# records (mode="reduce-overhead").
+# The first call allocates persistent tables, counters and buffers, which must not come from the memory pool of a CUDA
+# graph that inductor records (mode="reduce-overhead").
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 

@@ -6,29 +6,26 @@ runs them and predicts what they cost, :mod:`.verify` proves them.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import split_by
 from .agreement import Agreement, Value
 from .kernels.contract import Block
 from .layouts import blocks
 from .layouts import shards as layouts
-from .layouts.relay import Nodes
-from .layouts.schedule import Fetch, Schedule, Step
-from .layouts.shards import Shard
-from .masks.intervals import Intervals, Mask
+from .layouts.placement import Placement
+from .layouts.schedule import Schedule, Step
 from .masks.pairs import count_below
 from .memo import Memo
+from .request import Request
 from .shape import Shape
-from .tokens import halo as neighbours
-from .tokens.heads import run_by_heads
-from .training.batch import shard_batch
 from .transport import lockstep
 from .transport.group import Transport
 
@@ -40,6 +37,8 @@ class Predictions(Protocol):
 
     moves_queries: bool
     summary: str
+
+    def schedule(self, needs: tuple[tuple[bool, ...], ...], local_size: int) -> Schedule: ...
 
     def traffic(self, plan: Plan, rank: int) -> tuple[list[int], list[int]]: ...
 
@@ -87,43 +86,36 @@ class Plan:
 
     def __init__(
         self,
-        *,
-        mask: Mask,
-        documents: Intervals,
-        layout: str,
-        dataflow: str,
-        deterministic: bool,
-        buffer_bytes: int,
-        shards: tuple[Shard, ...],
-        shards_k: tuple[Shard, ...],
-        fetches: tuple[tuple[Fetch, ...], ...],
-        needs: tuple[tuple[bool, ...], ...],
-        schedule: Schedule,
+        request: Request,
+        placement: Placement,
         flow: Predictions,
+        dataflow: str,
         transport: Transport,
-        nodes: Nodes,
-        choice: Any = None,
-        why: str = "",
-        digest: int = 0,
-        timeout: float | None = None,
-        row: Hashable = None,
+        choice: Any,
+        digest: int,
     ) -> None:
-        self.mask, self.seq_len, self.seq_len_k = mask, mask.seq_len, mask.seq_len_k
-        self.documents = documents
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.layout, self.dataflow, self.deterministic = layout, dataflow, deterministic
-        self.buffer_bytes = buffer_bytes
-        self.shards, self.shards_k, self.fetches, self.needs = shards, shards_k, fetches, needs
-        self.schedule, self.flow, self.transport, self.nodes = schedule, flow, transport, nodes
-        self.choice, self.why = choice, why
-        self.handle, self.digest, self.timeout, self.row = next(_handles), digest, timeout, row
+        self.mask, self.documents = request.mask, request.documents
+        self.seq_len, self.seq_len_k = self.mask.seq_len, self.mask.seq_len_k
+        self.deterministic, self.buffer_bytes, self.timeout = (
+            request.deterministic,
+            request.buffer_bytes,
+            request.timeout,
+        )
+        self.nodes, self.row = request.nodes, request.row
+        self.layout, self.shards, self.shards_k, self.fetches, self.why = placement
+        self.needs = placement.needs
+        self.dataflow, self.flow, self.choice, self.digest = dataflow, flow, choice, digest
+        self.schedule: Schedule = flow.schedule(self.needs, request.local_size)
+        self.transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
+        self.handle = next(_handles)
         self.memo: Memo[Any] = Memo(1 << 14)
+        self._is_split = False  # were tokens split by this plan, or its positions asked for?
         self._agreed: dict[tuple[object, ...], str] = {}  # calls that were compared, and their texts
         self._unchecked: Agreement | None = None  # on the arguments of plan()
         self._trusts = False  # that a call is the same on all ranks if they have compared one like it
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
-        self.local_lengths = tuple(map(layouts.length, shards))
-        self.local_lengths_k = tuple(map(layouts.length, shards_k))
+        self.local_lengths = tuple(map(layouts.length, self.shards))
+        self.local_lengths_k = tuple(map(layouts.length, self.shards_k))
         _by_handle[self.handle] = self
 
     def __repr__(self) -> str:
@@ -146,22 +138,38 @@ class Plan:
     @property
     def positions(self) -> Tensor:
         """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device."""
-        self._note_split()
-        return self.once("positions", lambda: layouts.positions(self.shards[self.rank], self.transport.device))
+        self.note_split()
+        return self.once(_positions)
 
     @property
     def positions_k(self) -> Tensor:
         """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device."""
-        self._note_split()
-        return self.once("positions_k", lambda: layouts.positions(self.shards_k[self.rank], self.transport.device))
+        self.note_split()
+        return self.once(_positions_k)
 
-    @property
-    def is_split(self) -> bool:
-        """Whether tokens were split by this plan, or its positions asked for."""
-        return bool(self.memo.get("split"))
+    def note_split(self) -> None:
+        """Note that tokens were split by this plan, or its positions asked for, see :meth:`_warn_of_another_split`."""
+        if self.world_size > 1 and not torch.compiler.is_compiling() and not self._is_split:
+            self._is_split = True
+            self.transport.splits.put(self.row, (self.layout, self.shards, self.shards_k))
 
-    def _note_split(self) -> None:
-        self.once("split", lambda: split_by.note(self))
+    def _warn_of_another_split(self) -> None:
+        """Warn if no tokens were split by this plan, but those of its row by another one that holds others.
+
+        Layers with different windows need a plan each, and all of them the same tokens on a rank (``layout=`` another
+        plan). Without it the best layout for each mask is chosen: shards have as many tokens, and the result is
+        silently wrong. Attention cannot see where its tensors come from.
+        """
+        other = self.transport.splits.get(self.row)
+        if not self._is_split and other is not None and other[1:] != (self.shards, self.shards_k):
+            warnings.warn(
+                f"attention with a plan of layout {self.layout!r}, by which no tokens were split; those of the same "
+                f"row were split by another plan, of layout {other[0]!r}, and on some rank the two hold different "
+                "tokens. "
+                "Make the plans of all layers with layout= the first one, or split the tokens by this one",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's part of a whole tensor of queries' tokens, along ``dim``: a new tensor, differentiable."""
@@ -184,40 +192,6 @@ class Plan:
         """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
         return torch.ops.ringattn.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
 
-    # What mixes tokens outside of attention
-
-    def shift(self, x: Tensor, n: int = 1, dim: int = 1) -> Tensor:
-        """Return, for each of this rank's tokens, the value of the token ``n`` before it (after it, for negative n),
-        which another rank may hold; zero where the document or the row has no such token, and at padding. Every rank
-        calls this.
-
-        Differentiable. ``x``: this rank's shard, with its tokens in ``dim``; if rows have documents of their own, the
-        batch is the first dim. In one process, for a single document: ``F.pad(x, (0, 0, 1, 0))[:, :-1]`` for n = 1.
-        """
-        neighbours.check_offset(self, n)
-        return torch.ops.ringattn.neighbours(x, [n], self._dim(x, dim, "shift()"), self.handle)[0]
-
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the causal depthwise convolution of this rank's tokens, across shards and within documents: see
-        :func:`.tokens.halo.causal_convolution`."""
-        return neighbours.causal_convolution(self, x, weight, bias)
-
-    def heads(self, function: Callable[..., Any], *tensors: Tensor, heads_dim: int = 2) -> Any:
-        """Run a function of whole rows for some of the heads on each rank, and return its results for this rank's
-        tokens and all heads. Every rank calls this.
-
-        Args:
-            function: gets each tensor with all tokens, in the order of the sequence, and this rank's heads: (batch,
-                seq_len, heads, ...). Returns tensors of that kind. It must treat heads independently; documents and
-                padding are its own to separate.
-            tensors: this rank's shards, (batch, local tokens, ...), heads in ``heads_dim``. Their numbers may differ
-                (GQA): heads are divided in groups that belong together, of which each rank needs one.
-
-        Raises:
-            ValueError: shapes that do not fit, or fewer groups of heads than ranks.
-        """
-        return run_by_heads(self, function, tensors, heads_dim)
-
     def _dim(self, x: Tensor, dim: int, what: str = "unshard()") -> int:
         if x.ndim and not -x.ndim <= dim < x.ndim:
             error = IndexError(f"{what} got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens")
@@ -226,7 +200,7 @@ class Plan:
             raise error
         return dim % max(x.ndim, 1)
 
-    def _shard(self, x: Tensor, dim: int, shards: tuple[Shard, ...], name: str) -> Tensor:
+    def _shard(self, x: Tensor, dim: int, shards: tuple[layouts.Shard, ...], name: str) -> Tensor:
         if not isinstance(x, Tensor):
             raise TypeError(f"shard() got a {type(x).__name__}; pass a tensor: torch.as_tensor(x)")
         if not -x.ndim <= dim < x.ndim:
@@ -236,39 +210,19 @@ class Plan:
                 f"shard() got {x.shape[dim]} tokens along dim {dim} (shape {tuple(x.shape)}), "
                 f"but the plan's {name} is {getattr(self, name)}; pass the whole tensor and its sequence dim"
             )
-        self._note_split()
+        self.note_split()
         return layouts.take(x, shards[self.rank], dim)
-
-    def shard_batch(
-        self, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
-    ) -> dict[str, Any]:
-        """Return this rank's shard of a dict of whole rows, with ``position_ids`` and ``shift_labels``: the targets,
-        shifted over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
-
-        Tensors of shape (batch, seq_len, ...) are sharded, others named in ``seq_dims`` (name to dim, or to None for
-        one that every rank keeps whole); numbers, strings and scalars are handed on; boundaries of documents
-        (``cu_seqlens``, ``seq_idx``, ...) are compared with the plan's and left out; without any, ``position_ids`` that
-        do not go on by 1 inside a document of the plan are an error. ``position_ids``, if absent, count from the start
-        of the row and again from 0 at each further document.
-
-        Raises:
-            ValueError, TypeError: a tensor that cannot be split; padding or documents that are not the plan's; rows
-                that differ between ranks, the same error on every rank.
-        """
-        self.check_agreement()
-        self._note_split()
-        return shard_batch(self, batch, seq_dims=seq_dims)
 
     # What dataflows read
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """This rank's steps of the schedule."""
-        return self.once("steps", lambda: self.schedule.steps(self.rank))
+        return self.once(_steps)
 
     def block(self, q_rank: int, k_rank: int) -> Block:
         """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices, on the CPU. Made once."""
-        return self.once(("block", q_rank, k_rank), lambda: self.make_block(q_rank, self.shards_k[k_rank]))
+        return self.once(_block, q_rank, k_rank)
 
     def make_block(
         self,
@@ -279,19 +233,15 @@ class Plan:
     ) -> Block:
         """Return which keys of a buffer the queries of a rank see; ``keys``, ``segments_k`` and ``rows`` as of
         :func:`.layouts.blocks.make`."""
-        return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k, rows)
+        return blocks.make(self.mask, self.shards[q_rank], self.once(_seen, q_rank), keys, segments_k, rows)
 
-    def _seen(self, q_rank: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the visible keys of the queries of a rank under each member of the mask, in global positions."""
-        return self.once(("intervals", q_rank), lambda: blocks.intervals(self.mask, self.shards[q_rank]))
-
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """Return what ``make`` derives from this plan, made once under ``key``."""
-        return self.memo.once(key, make)
+    def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
+        """Return ``function(plan, *arguments)``, computed once. The key is the function, so pass a named one."""
+        return self.memo.once((function, *arguments), lambda: function(self, *arguments))
 
     def result_of(self, function: Callable[[Plan], T]) -> T:
         """Return ``function(plan)``. torch.compile can take the result of this method as a constant, by
-        ``torch.compiler.assume_constant_result``. That of a function of a plan it cannot before torch 2.12."""
+        ``torch.compiler.assume_constant_result``. Before torch 2.12 it cannot do so for a plain function."""
         return function(self)
 
     def begin(
@@ -338,7 +288,7 @@ class Plan:
             raise error
         if compared:
             if what == "attention()" and signature not in self._agreed:
-                split_by.warn_of_another(self)
+                self._warn_of_another_split()
             self._agreed[signature] = text
 
     def _trusted(self, what: str) -> bool:
@@ -387,14 +337,7 @@ class Plan:
         """Return how many (query, key) pairs of two ranks are visible, summed over the mask's rows: work, up to
         ``4 * heads * head_dim`` floating-point operations each in the forward."""
 
-        def count() -> int:
-            return sum(
-                int((count_below(r, end) - count_below(r, start)).sum())
-                for start, end in self._seen(q_rank)
-                for r in self.shards_k[k_rank]
-            )
-
-        return self.once(("visible", q_rank, k_rank), count)
+        return self.once(_visible, q_rank, k_rank)
 
     def traffic(self, rank: int | None = None) -> tuple[int, int]:
         """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
@@ -447,6 +390,51 @@ class Plan:
             AssertionError: with what is wrong and where.
         """
         self.flow.verify(self)
+
+
+# What is derived from a plan once
+
+
+P = ParamSpec("P")
+
+
+def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
+    """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
+
+    @functools.wraps(function)
+    def kept(plan: Plan, *arguments: P.args, **_: P.kwargs) -> T:
+        return plan.once(function, *arguments)
+
+    return kept
+
+
+def _positions(plan: Plan) -> Tensor:
+    return layouts.positions(plan.shards[plan.rank], plan.transport.device)
+
+
+def _positions_k(plan: Plan) -> Tensor:
+    return layouts.positions(plan.shards_k[plan.rank], plan.transport.device)
+
+
+def _steps(plan: Plan) -> tuple[Step, ...]:
+    return plan.schedule.steps(plan.rank)
+
+
+def _seen(plan: Plan, q_rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the visible keys of the queries of a rank under each member of the mask, in global positions."""
+    return blocks.intervals(plan.mask, plan.shards[q_rank])
+
+
+def _block(plan: Plan, q_rank: int, k_rank: int) -> Block:
+    return plan.make_block(q_rank, plan.shards_k[k_rank])
+
+
+def _visible(plan: Plan, q_rank: int, k_rank: int) -> int:
+    return sum(
+        int((count_below(run, end) - count_below(run, start)).sum())
+        for start, end in plan.once(_seen, q_rank)
+        for run in plan.shards_k[k_rank]
+    )
 
 
 _handles = itertools.count(1)

@@ -138,7 +138,7 @@ class _World:
         return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
 
     def exchange(self, rank: int, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Give a tensor to all ranks, all of which must call this; return a function that waits for theirs."""
+        """Give a tensor to all ranks, which must all call this; return a function that waits for theirs."""
         number = self.started[rank]
         self.started[rank] += 1
         exchange = self.exchanges.setdefault(number, _Exchange())

@@ -40,7 +40,7 @@ class Case:
     """One attention.
 
     Attributes:
-        per_token: elements of a token, of which ``limit / per_token`` tokens reach the limit.
+        per_token: elements of a token; ``limit / per_token`` tokens reach the limit.
         memory: order of the dimensions in memory: "bnhd", "bhnd", or "fused" (q, k and v of a token in one row).
         entry: whether the last batch entry begins at the limit, rather than the sequence ends there.
     """

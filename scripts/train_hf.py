@@ -10,13 +10,13 @@ It trains on real text (bytes of Python's standard library, or --text), packed i
 is a file, or the part of it that fits. With --packed no document is cut off at the end of a row, and replicas have
 equal work (ringattn.pack_stream); each step prints the work of the busiest row over the mean. It runs on all GPUs, or
 in processes on the CPU. Each step prints loss, tokens/s, MFU and memory; the last line is JSON. MFU counts 6 *
-parameters FLOP per token, and 12 * layers * heads * head_dim per pair of tokens of a document of which one sees the
-other, in rank 0's row and as if there were no windows. It is relative to --peak-tflops per rank, without which it is
+parameters FLOP per token, and 12 * layers * heads * head_dim per visible pair of a query and a key, in rank 0's row and
+as if there were no windows. It is relative to --peak-tflops per rank, without which it is
 omitted. A checkpoint is written to --out (out/train_hf); --resume continues from it on any number of ranks.
 
-The first lines say what fills the memory of a GPU, by name, and the longest row that fits (docs/use/longest.md has the
-switches). --model-shape is a model of ringattn.planner with random weights; --rope-scaling are the rope_parameters of
-transformers as JSON: {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 131072}.
+The first lines say what fills the memory of a GPU, by name, and the longest row that fits (switches:
+docs/how-to/longest.md). --model-shape is a model of ringattn.planner with random weights; --rope-scaling takes
+transformers' rope_parameters as JSON: {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 131072}.
 
 There is one every --save-every steps, at the end and at SIGTERM, whole or absent (scripts/checkpoint.py), and --resume
 takes the newest one. "torchrun --max-restarts 3 ... --resume auto" continues after a crash until --steps in all.

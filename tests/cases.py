@@ -331,7 +331,7 @@ def traffic(plan: ringattn.Plan, case: Case, rank: int) -> tuple[tuple[int, int]
     if plan.deterministic:
         messages = _messages_of_tiles(plan, rank)
         if case.sink:  # one number per query and head goes to rank 0
-            tokens, more = _tiles_sent(plan, tiles.every_query(plan), rank)
+            tokens, more = _tiles_sent(plan, tiles.every_query, rank)
             sink = case.batch * case.q_heads * tokens * max(4, itemsize)
             return (plan.traffic_bytes(**shape), messages[0]), (
                 plan.traffic_bytes(backward=True, **shape) + sink, messages[1] + more,
@@ -377,15 +377,15 @@ def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 
 def _messages_of_tiles(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
     """k and v to each rank that gathers some of this rank's; in the backward again, and q, dout, lse and delta."""
-    keys, queries = (_tiles_sent(plan, side, rank)[1] for side in (tiles.of_keys(plan), tiles.of_queries(plan)))
+    keys, queries = (_tiles_sent(plan, side, rank)[1] for side in (tiles.of_keys, tiles.of_queries))
     return 2 * keys, 2 * keys + 4 * queries
 
 
-def _tiles_sent(plan: ringattn.Plan, gathered: tuple[tiles.Tiles, ...], rank: int) -> tuple[int, int]:
+def _tiles_sent(plan: ringattn.Plan, side: tiles.Side, rank: int) -> tuple[int, int]:
     """Tokens and messages of one tensor that a rank sends in a gather of tiles."""
     lengths = [
         [run.length for run in runs if run.owner == rank]
-        for stage in tiles.stages(plan, gathered)
+        for stage in tiles.stages(plan, side)
         for r, runs in enumerate(stage.fetches)
         if r != rank
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,24 +19,54 @@ with contextlib.suppress(OSError):
         os.environ["OPENBLAS_CORETYPE"] = "SandyBridge"
 
 import pytest
+import suite
 import torch
 from pool import Pool
 
 if not torch.cuda.is_available():  # read when triton is first imported, which torch does not do by itself
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
+_began = time.monotonic()
 
-with contextlib.suppress(ImportError):  # without it, scripts/test leaves out the files that need it
-    from hypothesis import HealthCheck, settings
 
-    settings.register_profile(
-        "ringattn", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="all tests, with more examples and more numbers of ranks")
+    parser.addoption(
+        "--stop-after", type=float, metavar="SECONDS", help="begin no test later than that: skip the others"
     )
-    settings.load_profile("ringattn")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: runs with --long only")
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one worker of pytest-xdist")
+    suite.LONG = config.getoption("--long")
+    with contextlib.suppress(ImportError):  # without it, scripts/test leaves out the files that need it
+        from hypothesis import HealthCheck, settings
+
+        number = 200 if suite.LONG else suite.EXAMPLES
+        checks = list(HealthCheck)
+        settings.register_profile(
+            "ringattn", deadline=None, max_examples=number, derandomize=True, suppress_health_check=checks
+        )
+        settings.load_profile("ringattn")
+
+
+def pytest_report_header() -> str:
+    return "all tests" if suite.LONG else "the default tests; --long runs all"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [] if suite.LONG else [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--stop-after")
+    if limit is not None and time.monotonic() - _began > limit:
+        pytest.skip(f"the {limit:g} s of --stop-after are over")
 
 
 @pytest.fixture(scope="session")

@@ -332,7 +332,7 @@ def cut_off(x: Problem, lse: Tensor) -> float:
     They add 16 products at a time, and lose half a unit in the last place of the sum on average: 2^-24 for numbers of
     one size, of which the average over all mantissas is 2^-24 / (2 ln 2). Where products have one sign, so has every
     loss, and lse moves by that of the average key. (Fasi, Higham, Mikaitis, Pranesh 2021, "Numerical behavior of NVIDIA
-    tensor cores"; NOTES.md has what was measured.) Rounding, as in the eager backend, moves it by less.
+    tensor cores"; docs/lab has what was measured.) Rounding, as in the eager backend, moves it by less.
     """
     q, k = x.q.double().transpose(1, 2), x.k.double().transpose(1, 2)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -410,7 +410,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make tiles so small that short sequences have full and cut tiles on both sides, and tiles that end early."""
     monkeypatch.setattr(eager, "_BLOCK", 16)
     if has_triton():
-        from ringattn.kernels.triton import backward, backward_wide, forward
+        from ringattn.kernels.triton import backward, backward_large, forward
         from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles
 
         tiles = Tiles(16, 16, 4, 2)
@@ -418,4 +418,4 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = WideTiles(32, 64, 32, 256, 2, 2)
         narrow = Passes(tiles, tiles)
         monkeypatch.setattr(backward, "choose_tiles", lambda q, v: wide if q.shape[-1] > 256 else narrow)
-        monkeypatch.setattr(backward_wide, "BYTES", 1 << 15)  # several pieces
+        monkeypatch.setattr(backward_large, "BYTES", 1 << 15)  # several pieces

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged import eager
-from ringattn.kernels.paged.contract import E4M3, Call, Pool, StepState, Tables, stacked
+from ringattn.kernels.paged.operands import E4M3, Call, Pool, StepState, Tables, stacked
 from ringattn.kernels.paged.quantize import quantize
 
 

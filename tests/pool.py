@@ -46,8 +46,17 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, job: Callable[..., Any], *args: object, timeout: float = 90.0, grace: float = _GRACE) -> list[Any]:
+    def run(
+        self,
+        job: Callable[..., Any],
+        *args: object,
+        timeout: float = 250.0,
+        grace: float = _GRACE,
+        hanging: Sequence[int] = (),
+    ) -> list[Any]:
         """``[job(*args) in rank 0, ...]``, within ``timeout`` seconds, or ``grace`` after the first rank failed.
+
+        Ranks of ``hanging`` are not waited for.
 
         Raises:
             RankFailed: see above.
@@ -63,7 +72,7 @@ class Pool:
             except OSError:
                 reports[rank] = "died before the job"
         ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        waiting = {pipe for pipe, rank in ranks.items() if reports[rank] is None}
+        waiting = {pipe for pipe, rank in ranks.items() if reports[rank] is None and rank not in hanging}
         end = time.monotonic() + timeout
         while waiting and (ready := wait(waiting, max(0.0, end - time.monotonic()))):
             for pipe in ready:
@@ -76,9 +85,8 @@ class Pool:
                     reports[rank] = f"died with exit code {self._processes[rank].exitcode}"
             if any(reports):
                 end = min(end, time.monotonic() + grace)
-        if waiting:
-            for pipe in waiting:
-                reports[ranks[pipe]] = "no answer"
+        for rank in (*(ranks[pipe] for pipe in waiting), *hanging):
+            reports[rank] = "no answer"
         if any(report is not None for report in reports):
             self.close()
             raise RankFailed(f"{job.__module__}.{job.__qualname__} on {self.world_size} ranks", reports)
@@ -116,7 +124,7 @@ def _work(pipe: Connection, rank: int, world_size: int, store: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=200),
     )
     while True:
         try:

@@ -9,8 +9,9 @@ import cases
 import pytest
 import torch
 from cases import Case
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 from test_extend import block_cyclic
 
 import ringattn
@@ -63,7 +64,7 @@ def test_first_rows(keys: list[range], queries: list[range], cuts: list[int], ro
 
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from(list(LAYOUTS)))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_space_is_short_and_between_documents(lengths: list[int], ranks: int, layout: str) -> None:
     """verify() proves that no query sees a row of the space; it is shorter than a tile and than all keys."""
     total, cuts = sum(lengths), [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -131,7 +132,7 @@ def test_space_reaches_no_result(world_size: int, case: Case) -> None:
 
 
 @given(cases.any_case())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @pytest.mark.usefixtures("small_tiles")
 def test_any_mask_with_space(drawn: tuple[int, Case]) -> None:
     world_size, case = drawn

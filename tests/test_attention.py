@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+from suite import few
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -246,7 +247,7 @@ def test_there_is_no_second_derivative_and_no_forward_mode() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["eager", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16, torch.float64]))
 def test_sinks_and_slopes_of_any_dtype_are_those_numbers(dtype: torch.dtype, kernel: str) -> None:
     pytest.importorskip("triton")
     q, k, v = (x.detach().requires_grad_() for x in inputs(torch.float32))

@@ -287,6 +287,7 @@ def test_a_window_reaches_flash_attention_and_others_are_skipped(capsys: pytest.
     assert "torch: skipped, ValueError: no mask 'window' here" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_flex_attention_stays_compiled_for_more_shapes_than_dynamo_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # dynamo, without g++
     torch.compiler.reset()

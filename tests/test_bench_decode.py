@@ -130,6 +130,7 @@ def of_ranks() -> tuple[list[dict], list[dict]]:
     return decode_ranks.of_problem(SMALL, cpu, 1), decode_merges.of_states(1, cpu)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_all_ways_over_ranks_compute_the_same(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
     (rows, merges), (none, _) = pools(world_size).run(of_ranks)
@@ -150,6 +151,7 @@ def test_a_wrong_result_ends_the_run() -> None:
         bench_decode.prepared("mine", wrong, made, Setup(torch.device("cpu"), NO_CLOCK, Constant, False))
 
 
+@pytest.mark.long
 def test_end_to_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.decode_problems.OUT_OF_CACHE", 2 * SMALL.bytes)
     args = bench_decode.parse(["--without", "ringattn, portable", "--problems", "ragged"])

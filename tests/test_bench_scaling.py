@@ -44,6 +44,7 @@ def run(arguments: list[str]) -> None:
     bench_scaling.bench(bench_scaling.parse(arguments), torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: int, tmp_path: Path) -> None:
     chosen = "--ranks 1 2 --masks causal full window documents --peers torch-cp/allgather/cudnn ring-flash-attn/cpu"
@@ -91,6 +92,7 @@ def test_every_mask_and_group_size_is_measured_and_reported(pools, world_size: i
             assert f"({name}.png)" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_layouts_are_compared_with_their_own_kernel_and_with_one_rank_alone(pools, world_size, tmp_path) -> None:
     layouts = ["zigzag", "balanced", "zigzag-in-documents", "contiguous", "auto"]
@@ -245,6 +247,7 @@ def run_broken(where: str, arguments: list[str]) -> None:
         peers.make = make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 @pytest.mark.parametrize(
     ("where", "reason"), [("kernel", "rank 1: RuntimeError: broken"), ("call", "rank 1"), ("", "differs")]

@@ -37,6 +37,7 @@ def run(arguments: list[str]) -> int:
 # --- speed --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_two_ranks_train_as_one_and_report_it(pools, world_size: int, tmp_path: Path) -> None:
     arguments = [*TINY, "--dtype=float32", "--how", "torch-cp", "ring-flash-attn", "ringattn"]

@@ -11,8 +11,9 @@ import cases
 import pytest
 import torch
 from cases import Case
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples, few
 
 import ringattn
 from ringattn import virtual
@@ -318,7 +319,7 @@ def gathers(draw: st.DrawFn) -> tuple[list[list[Fetch]], list[int], tuple[tuple[
 
 
 @given(gathers())
-@settings(max_examples=200)
+@examples(200)
 def test_every_token_that_a_node_sees_crosses_once(drawn: Any) -> None:
     fetches, lengths, nodes = drawn
     result = relay(fetches, lengths, nodes)
@@ -424,7 +425,7 @@ def test_auto_gathers_by_node_across_hosts() -> None:
     assert sum(plan.network_bytes(rank=rank) for rank in range(32)) == pytest.approx(across / 8, rel=0.05)
 
 
-@pytest.mark.parametrize(("hosts", "tokens"), [(2, 1 << 16), (16, 8192)])
+@pytest.mark.parametrize(("hosts", "tokens"), few([(2, 1 << 16), (16, 8192)]))
 def test_auto_gathers_a_million_tokens_in_waves_of_heads(hosts: int, tokens: int) -> None:
     """All heads at once would need 12 GiB of the buffer's 8; copy engines inside of nodes fetch some at a time."""
     plan = ringattn.plan(8 * hosts * tokens, Hosts(0, 8 * hosts), causal=True)

@@ -1,4 +1,4 @@
-"""The books of a paged cache against lists of tokens, and the cache on virtual ranks against whole tensors."""
+"""The allocator of a paged cache against lists of tokens, and the cache on virtual ranks against whole tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool, on_ranks
+from suite import examples
 
 import ringattn
 from ringattn import reference, virtual
@@ -26,11 +27,11 @@ from ringattn.layouts import shards as layout
 from ringattn.mask import causal
 from ringattn.transport import group as transport
 
-# --- The books -----------------------------------------------------------------------------------------
+# --- The allocator -------------------------------------------------------------------------------------
 
 
 class Model:
-    """The books, pages that hold numbers of tokens, and for each sequence the list of its tokens."""
+    """The allocator, pages that hold numbers of tokens, and for each sequence the list of its tokens."""
 
     def __init__(self, world_size: int, page_size: int, kinds: list[Kind]) -> None:
         self.slots = Slots(world_size, page_size, kinds)
@@ -111,7 +112,7 @@ class Model:
             self.cut.add(number)
 
     def snapshot(self) -> Any:
-        """Return the books and all references."""
+        """Return the allocator and all references."""
         return self.slots.state(), [[pool.references.tolist() for pool in pools] for pools in self.slots.pools]
 
     def check(self) -> None:
@@ -170,9 +171,9 @@ def apply(model: Model, operation: tuple[Any, ...]) -> None:
     return getattr(model, name)(number)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(100)
 @given(st.integers(1, 5), st.sampled_from([4, 16]), st.integers(3, 60), st.lists(operations(), max_size=25))
-def test_the_books_agree_with_lists_of_tokens(world_size: int, page: int, pages: int, program: list[Any]) -> None:
+def test_the_allocator_agrees_with_lists_of_tokens(world_size: int, page: int, pages: int, program: list[Any]) -> None:
     model = Model(world_size, page, [Kind(-1, pages), Kind(7, pages)])
     for operation in program:
         before = model.snapshot()
@@ -211,7 +212,7 @@ def test_turns() -> None:
     assert [slots.step([number], 4)[0][0].turn for _ in range(6)] == [2, 2, 0, 0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 4), st.integers(1, 20), st.integers(0, 30), st.integers(0, 30))
 def test_replayed_steps_are_steps(world_size: int, new: int, before: int, steps: int) -> None:
     one, other = (Slots(world_size, 16, [Kind(-1, 200)]) for _ in range(2))
@@ -278,7 +279,7 @@ def test_a_full_cache_says_who_has_its_pages() -> None:
     assert (full.rank, full.needed, full.free) == (0, 2, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 3)), max_size=6), st.integers(0, 99))
 def test_tokens(shape: list[tuple[int, int, int]], position: int) -> None:
     tokens, expected, at = Tokens(), [], 0

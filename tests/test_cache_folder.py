@@ -46,6 +46,7 @@ def compiling(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_made_is_replaced_with_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     process = compiling(tmp_path / "file" / "cache")
@@ -58,6 +59,7 @@ def test_a_folder_that_cannot_be_made_is_replaced_with_one_warning(tmp_path: Pat
     assert not Path(out.split()[0]).exists(), "the temporary folder is left"
 
 
+@pytest.mark.long
 def test_processes_may_compile_the_same_kernels_at_the_same_time(tmp_path: Path) -> None:
     ranks = [compiling(tmp_path / "cache") for _ in range(2)]
     answers = [rank.communicate(timeout=300) for rank in ranks]

@@ -92,8 +92,8 @@ def outs(made: Forks, steps: int = 1, new: int = 1, tree: Tensor | None = None, 
         (dict(steps=20), [torch.float64]),  # from page to page
         (dict(new=3, steps=3, softcap=5.0), [torch.float64]),
         (dict(new=5, tree=True, sink=True), [torch.float64]),
-        (dict(new=2, kernel="triton"), [torch.float32]),
-        (dict(kernel="triton"), [torch.float32, torch.float8_e4m3fn]),
+        pytest.param(dict(new=2, kernel="triton"), [torch.float32], marks=pytest.mark.long),
+        pytest.param(dict(kernel="triton"), [torch.float32, torch.float8_e4m3fn], marks=pytest.mark.long),
     ],
     ids=str,
 )

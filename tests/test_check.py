@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from suite import few
 from torch import Tensor
 
 from scripts import check
@@ -15,6 +16,7 @@ from scripts import check
 ARGUMENTS = ["check.py", "--virtual", "2", "--quick", "--cases", "causal", "scores", "--dtypes", "float32"]
 
 
+@pytest.mark.long
 def test_ranks_that_are_threads_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ARGUMENTS)
     assert check.main() == 0
@@ -24,7 +26,7 @@ def test_ranks_that_are_threads_pass(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert 1e-8 < summary["worst"]["float32/2"]["dq"] < 1e-5
 
 
-@pytest.mark.parametrize("result", range(len(check.NAMES)))
+@pytest.mark.parametrize("result", few(range(len(check.NAMES))))
 def test_an_error_of_a_thousandth_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], result: int
 ) -> None:

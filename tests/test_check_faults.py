@@ -60,6 +60,7 @@ def test_points_are_around_calls(capsys: pytest.CaptureFixture[str]) -> None:
     assert '"point": "after double"' in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_killed_rank_on_the_cpu() -> None:
     line = run(Case("reduce", "kill", 0.4, "cpu", 2))
     assert line["status"] == [1]

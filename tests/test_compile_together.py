@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
@@ -28,7 +27,6 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels import compile_together as module
 from ringattn.kernels import launch
 from ringattn.kernels.compile_together import compile_together
-from ringattn.kernels.direct_launch import TRITON_3_6
 from tests import sass
 
 
@@ -88,10 +86,9 @@ def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest
         with order:
             place = len(names)
             names.add(threading.current_thread().name)
-            context = warnings.catch_warnings() if TRITON_3_6 else contextlib.nullcontext()
+            context = warnings.catch_warnings()
             context.__enter__()
-            if TRITON_3_6:
-                warnings.simplefilter("ignore", BytesWarning)
+            warnings.simplefilter("ignore", BytesWarning)
         all_three.wait()  # passes only if three are being compiled
         compiled = real(*args, **options)
         assert ended[place - 1].wait(60)  # not the order in which filters are undone in one thread

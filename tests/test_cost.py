@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,8 @@ import ringattn
 from ringattn import json_file, virtual
 from ringattn import plan as plan_function
 from ringattn.masks.pairs import estimate_pairs
-from ringattn.predict import cost
+from ringattn.predict import cost, dataflow_time
+from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
 
@@ -39,7 +39,7 @@ def gpus(world_size: int, pulls: bool = True, rank: int = 0) -> VirtualRank:
     return made
 
 
-def choice(tokens: int, world_size: int = 4, pulls: bool = True, **more: Any) -> cost.Choice:
+def choice(tokens: int, world_size: int = 4, pulls: bool = True, **more: Any) -> dataflow_time.Choice:
     found = plan_function(tokens * world_size, gpus(world_size, pulls), **{"causal": True, **more}).choice
     assert found is not None
     return found
@@ -100,10 +100,10 @@ def test_interleaved_tokens_are_not_pulled() -> None:
     assert "(messages, " in str(choice(8192, layout="striped"))
 
 
-def slower(problem: cost.Problem, by: float, *names: str) -> dict[str, float]:
+def slower(problem: dataflow_time.Problem, by: float, *names: str) -> dict[str, float]:
     base = cost.default(problem.device_type, "copy engines")
     costs = replace(base, **{n: getattr(base, n) / by if n.endswith("gbs") else getattr(base, n) * by for n in names})
-    return {c.dataflow: c.ms for c in cost.choose(problem, costs, "").candidates}
+    return {c.dataflow: c.ms for c in dataflow_time.choose(problem, costs, "").candidates}
 
 
 @pytest.mark.parametrize("tokens", [2048, 16384])
@@ -147,7 +147,7 @@ def ring_ms(pairs: list[list[float]], **change: float) -> tuple[float, float]:
         ring_forward_ms=0.0, ring_backward_ms=0.0, kernel_ms=0.0, memory_gbs=1e9, message_ms=0.0, contention=0.0
     )
     costs = replace(cost.DEFAULTS["cuda", "copy engines"], **free | dict(message_gbs=1e9) | change)
-    found = cost.choose(problem, costs, "").of("ring")
+    found = dataflow_time.choose(problem, costs, "").of("ring")
     return found.forward, found.backward
 
 
@@ -170,9 +170,9 @@ def test_a_rank_of_a_ring_waits_for_its_neighbours_only() -> None:
 def test_a_reduce_has_a_least_time_of_its_own() -> None:
     problem = choice(64, 2).problem
     base = cost.DEFAULTS["cuda", "copy engines"]
-    slow = cost.choose(problem, replace(base, reduce_forward_ms=7.0, reduce_backward_ms=11.0), "").of("reduce")
+    slow = dataflow_time.choose(problem, replace(base, reduce_forward_ms=7.0, reduce_backward_ms=11.0), "").of("reduce")
     assert (slow.forward, slow.backward) == (21.0, 33.0), "two steps, and the hop home"
-    assert cost.choose(problem, base, "").of("ring").forward == 2 * base.ring_forward_ms
+    assert dataflow_time.choose(problem, base, "").of("ring").forward == 2 * base.ring_forward_ms
 
 
 def test_one_rank_and_nothing_to_move() -> None:
@@ -215,18 +215,22 @@ def test_describe_says_why() -> None:
     assert "auto" not in named.describe()
 
 
-def test_the_choice_takes_milliseconds() -> None:
-    bounds = list(range(0, 2**20 + 1, 1024))
+def test_a_choice_evaluates_the_model_once_for_each_dataflow_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few times a millisecond, whatever the length of the row and the number of its documents."""
+    asked, predict = list[str](), dataflow_time.predict
 
-    def took(dataflow: str, rank: VirtualRank) -> float:
-        start = time.perf_counter()
-        plan_function(2**20, rank, causal=True, cu_seqlens=bounds, dataflow=dataflow)
-        return time.perf_counter() - start
+    def counting(problem: dataflow_time.Problem, costs: cost.Costs, shape: Shape, dataflow: str) -> Any:
+        asked.append(dataflow)
+        return predict(problem, costs, shape, dataflow)
 
-    more = min(took("auto", VirtualRank(0, 8)) for _ in range(8)) - min(
-        took("ring", VirtualRank(0, 8)) for _ in range(8)
-    )
-    assert more < 0.02  # 3 ms on a quiet machine
+    monkeypatch.setattr(dataflow_time, "predict", counting)
+    bounds = sorted({0, 2**20, *(i * i for i in range(1025))})
+    for given, evaluations in ((dict(layout="zigzag"), 3), ({}, 6), (dict(layout="zigzag", dataflow="ring"), 0)):
+        rank = VirtualRank(0, 8)
+        for _ in range(2):  # the second plan is the first one
+            made = plan_function(2**20, rank, causal=True, cu_seqlens=bounds, **given)  # type: ignore[arg-type]
+            assert len(asked) == evaluations, (given, made.why)
+        asked.clear()
 
 
 # The file.

@@ -13,8 +13,9 @@ import cases
 import pytest
 import torch
 from cases import Case, any_case
-from hypothesis import given, settings
+from hypothesis import given
 from pool import Pool, on_ranks
+from suite import examples, world_sizes
 from torch import Tensor
 
 import ringattn
@@ -22,7 +23,7 @@ from ringattn import reference
 from ringattn.virtual import VirtualRank
 
 EXACT = 1e-10
-WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+WORLD_SIZES = world_sizes(1, 2, 4, long=(3, 5, 8))
 
 
 def hold(case: Case, parts: list[cases.Part]) -> None:
@@ -60,7 +61,7 @@ def test_shards_of_several_tiles(pools: Callable[[int], Pool], world_size: int, 
 
 
 @given(any_case())
-@settings(max_examples=100)
+@examples(100)
 def test_any_case_over_virtual_ranks(drawn: tuple[int, Case]) -> None:
     world_size, case = drawn
     hold(case, cases.virtually(world_size, case))

@@ -16,12 +16,13 @@ import torch
 from merging import MAILBOXES, WAYS, Way
 from paged_cases import dense, random_tree
 from pool import Pool, on_ranks
+from suite import world_sizes
 from torch import Tensor
 
 import ringattn
 from ringattn import virtual
 from ringattn.kernels.contract import Score, ScoreMod
-from ringattn.kernels.paged.contract import part
+from ringattn.kernels.paged.operands import part
 from ringattn.transport import group as transports
 from ringattn.transport import lockstep
 from ringattn.transport.group import Transport
@@ -121,7 +122,7 @@ def everything(group: Any, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, long=(3, 5)))
 def test_steps_on_virtual_ranks(world_size: int, way: Way) -> None:
     first, *others = way.run(world_size, functools.partial(everything, dtype=way.dtype))
     for other in others:

@@ -1,4 +1,4 @@
-"""The code of every page in docs/use, run on ranks, against the same training in one process."""
+"""The code of every page in docs/, run on ranks, against the same training in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.virtual import VirtualRank
 
-PAGES = Path(__file__).parents[1] / "docs" / "use"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = {p.stem: p for kind in ("start", "how-to", "reference", "why") for p in (DOCS / kind).glob("*.md")}
 VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
 
@@ -55,22 +56,21 @@ TESTS = {
 
 def blocks_of(page: str) -> list[str]:
     """Return all code of a page, fenced in either way."""
-    return [
-        code for _, code in re.findall(r"^(```|~~~)python\n(.*?)^\1", (PAGES / f"{page}.md").read_text(), re.S | re.M)
-    ]
+    return [code for _, code in re.findall(r"^(```|~~~)python\n(.*?)^\1", PAGES[page].read_text(), re.S | re.M)]
 
 
 def code_of(page: str, block: int = 0) -> str:
     return blocks_of(page)[block]
 
 
-@pytest.mark.parametrize("page", sorted(p.stem for p in PAGES.glob("*.md")))
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_block_of_a_page_has_a_test_and_at_most_fifteen_lines(page: str) -> None:
-    blocks = blocks_of(page)
-    text = (PAGES / f"{page}.md").read_text()
-    assert len(re.findall(r"^\s*(```|~~~)", text, re.M)) == 2 * len(blocks), "all code is Python, and is run"
-    assert len(TESTS[page]) == len(blocks)
-    assert all(callable(globals()[name]) for name in TESTS[page])
+    blocks, tests = blocks_of(page), TESTS.get(page, [])
+    text = PAGES[page].read_text()
+    commands = len(re.findall(r"^```bash$", text, re.M))
+    assert len(re.findall(r"^\s*(```|~~~)", text, re.M)) == 2 * (len(blocks) + commands), "Python or commands"
+    assert len(tests) == len(blocks)
+    assert all(callable(globals()[name]) for name in tests)
     for code in blocks:
         assert sum(bool(line.strip()) for line in code.splitlines()) <= 15
 
@@ -164,12 +164,12 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_planner_page() -> None:
     names = run("planner")
-    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # as measured: docs/use/planner.md
+    assert sum(names["parts"].values()) / 2**30 == pytest.approx(125, rel=0.01)  # measured: docs/reference/planner.md
     assert 131072 < names["tokens"] < 2 * 131072
 
 
 def test_every_page_ends_with_the_check() -> None:
-    for page in PAGES.glob("*.md"):
+    for page in (PAGES[name] for name in TESTS):
         assert "ringattn.check(" in page.read_text()[-400:] or page.stem in ("check", "generate"), page
 
 
@@ -373,6 +373,7 @@ def _fsdp2() -> list[Tensor]:
     return parameters(run("fsdp2", model=gemma("ringattn"), loader=batches, device="cpu", shape=(2, 2))["model"])
 
 
+@pytest.mark.long
 def test_fsdp2(pools) -> None:  # type: ignore[no-untyped-def]
     model = gemma("eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -638,6 +639,7 @@ def test_generation_of_transformers() -> None:
         assert torch.equal(out, alone.generate(**inputs, max_new_tokens=256))
 
 
+@pytest.mark.long
 def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 0)
 

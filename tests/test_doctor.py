@@ -22,6 +22,7 @@ def verdicts(findings: Any) -> dict[str, str]:
     return {finding.check: finding.verdict for finding in findings}
 
 
+@pytest.mark.long
 def test_the_command_reports_and_ends_with_a_status() -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "NCCL_P2P_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ringattn.doctor", "--json", "--seconds=0"]
@@ -117,6 +118,7 @@ def test_processes_may_take_long_while_they_report_steps(
         assert finding.advice.startswith("results are wrong" if "differs" in text else "check the network")
 
 
+@pytest.mark.long
 def test_a_difference_is_printed_before_the_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the shutdown of Python, which would write what is left in buffers."""
     program = """

@@ -1,4 +1,4 @@
-"""docs/idea/explain.py and figures.py, run as commands."""
+"""docs/start/idea/explain.py and figures.py, run as commands."""
 
 import json
 import os
@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from docs.idea import streaming as S
+from docs.start.idea import streaming as S
 
-explain = pytest.importorskip("docs.idea.explain")  # needs rich
+explain = pytest.importorskip("docs.start.idea.explain")  # needs rich
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(module, *arguments):
     environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"docs.idea.{module}", *arguments]
+    command = [sys.executable, "-m", f"docs.start.idea.{module}", *arguments]
     result = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -40,17 +40,18 @@ def test_memory_ends_with_json():
     assert rows[1]["streaming_bytes"] / rows[0]["streaming_bytes"] == pytest.approx(1, rel=0.02)
 
 
+@pytest.mark.long
 def test_every_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     run("figures", "--folder", str(tmp_path), "--longest", "256")
-    committed = {path.name for path in (ROOT / "docs" / "idea").glob("*.png")}
+    committed = {path.name for path in (ROOT / "docs" / "start" / "idea").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == committed
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
 
 
 def test_an_impossible_folder_is_an_error_of_one_line(monkeypatch):
     pytest.importorskip("matplotlib")
-    from docs.idea import figures
+    from docs.start.idea import figures
 
     monkeypatch.setattr(sys, "argv", ["figures.py", "--folder", "/dev/null/x"])
     with pytest.raises(SystemExit, match=r"^error: --folder /dev/null/x: "):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import reference, virtual
+from ringattn import Plan, reference, virtual
 from ringattn.dataflow import DATAFLOWS, messages
 from ringattn.dataflow.base import Call, Dataflow, Gradients, Traffic
 from ringattn.dataflow.circulation import Tensors
@@ -28,12 +28,11 @@ from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import Keys, Queries, Result, Score, ScoreMod
 from ringattn.kernels.paged.backends import BACKENDS as PAGED
 from ringattn.kernels.paged.backends import Paged
-from ringattn.kernels.paged.contract import Call as PagedCall
-from ringattn.kernels.paged.contract import Pool, Tables
+from ringattn.kernels.paged.operands import Call as PagedCall
+from ringattn.kernels.paged.operands import Pool, Tables
 from ringattn.layouts import shards as layout
 from ringattn.mask import Mask, causal, full, pieces, window
 from ringattn.partial import Partial
-from ringattn.plans import Plan
 from ringattn.shape import Shape
 
 # ---------------------------------------------------------------- the extensions

@@ -209,6 +209,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(name: str, kind: str) 
         compare(virtual.run(world_size, lambda r: on_a_rank(copies[r.rank], name, kind, r)), want)  # noqa: B023
 
 
+@pytest.mark.long
 def test_models_share_a_process_with_other_numbers_of_ranks(pools) -> None:  # type: ignore[no-untyped-def]
     """Over gloo processes, in one job a world size: one batch of each kind, float32 and float64."""
     cases = [
@@ -645,6 +646,7 @@ def test_a_loss_is_checked_after_a_forward_without_one() -> None:
     virtual.run(2, body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_loss_of_a_compiled_model_is_checked_and_replaced(in_place: bool) -> None:
     config = configs()["bert"]  # its own mean: right in one process, if the number of targets is that of the batch
@@ -661,6 +663,7 @@ def test_the_loss_of_a_compiled_model_is_checked_and_replaced(in_place: bool) ->
         torch.testing.assert_close(run(**local).loss, expected)
 
 
+@pytest.mark.long
 def test_a_prefix_after_causal_batches_is_refused_by_a_compiled_model() -> None:
     torch._dynamo.reset()  # the models of a process share its limit of recompilations
     model: Any = transformers.AutoModelForCausalLM.from_config(
@@ -916,10 +919,12 @@ def test_ranks_that_share_no_rows_are_told_once(pools, tmp_path: Any) -> None:  
     assert pools(2).run(warned, 2, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.long
 def test_fifty_steps_alone(baseline: tuple[list[float], float], tmp_path: Any) -> None:
     same_curve(train("ringattn", str(tmp_path)), baseline)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2, 4))
 def test_fifty_steps_and_evaluation(world_size: int, pools, baseline, tmp_path) -> None:  # type: ignore[no-untyped-def]
     for result in pools(world_size).run(train, "ringattn", str(tmp_path), timeout=200):

@@ -49,9 +49,9 @@ from ringattn.kernels.backends import BACKENDS, choose
 from ringattn.kernels.contract import Block, Delivery, Keys, Outputs, Queries, ReadyFlags, Score
 from ringattn.kernels.delta import row_delta
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_pair as pair
+from ringattn.kernels.hopper import backward_d64, limits, tile_scheduler
+from ringattn.kernels.hopper import backward_d256 as pair
 from ringattn.kernels.hopper import backward_pieces as pieces
-from ringattn.kernels.hopper import backward_tall, limits, work
 from ringattn.kernels.hopper import primitives as hopper_primitives
 from ringattn.kernels.hopper.backward_arguments import Gradients, Grid, Order
 from ringattn.kernels.hopper.tensor_maps import readable
@@ -68,7 +68,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, change: str = "") -> dict:
     """``copies``: for keys that arrive and gradients that are sent during the kernel. ``change``: of the scores, or
-    "ordered" sums of dq, or "single" CTAs where there are no clusters."""
+    "ordered" sums of dq."""
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     rows = torch.zeros(1, 4, 512)
@@ -83,13 +83,12 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
     slopes = torch.ones(4) if "alibi" in change else None
     score = Score(dim**-0.5, 50.0 if "softcap" in change else 0.0, slopes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "CLUSTERS", work.CLUSTERS and "single" not in change)
         patch.setattr(hopper_backward, "work_counter", lambda _: torch.zeros(8, dtype=torch.int32))
         patch.setattr(hopper_backward, "dispatch", lambda kernel, grid, *args, **options: compiled.append(
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
         hopper_backward.launch(
             Queries(q, dout, rows, rows), Keys(k, v, block, ready), score, torch.zeros(q.shape),
-            work.Split(parts), Delivery("ordered" in change, into, counters, complete="complete" in change),
+            tile_scheduler.Split(parts), Delivery("ordered" in change, into, counters, complete="complete" in change),
         )  # fmt: skip
     main = compiled[-1]
     code = [text for _, text in main._instructions]
@@ -120,30 +119,26 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
     }
 
 
-# Bytes of stack, spill stores and loads; outside the loops. At 256, in single CTAs, their order, which depends on the
-# documents, takes 60 of them: with it as a constant there would be 16, and a kernel to compile for every order.
-STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 64, "single": 76}
+# Bytes of stack, spill stores and loads; outside the loops.
+STACKS = {(64, 64): 0, (96, 96): 0, (128, 128): 24, (192, 128): 96, (256, 256): 64}
 
 # Boxes of keys and values, of up to 64 columns; at 64 two of the queries that see keys, too
-LOADS_OF_KEYS = {(64, 64): 6, (96, 96): 8, (128, 128): 8, (192, 128): 10, (256, 256): 10, "single": 8}
+LOADS_OF_KEYS = {(64, 64): 6, (96, 96): 8, (128, 128): 8, (192, 128): 10, (256, 256): 10}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("dtype", "copies", "parts", "change"),
-    [("float16", False, 1, ""), ("bfloat16", True, 1, ""), ("bfloat16", False, 1, ""), ("bfloat16", True, 2, ""),
-     ("bfloat16", True, 2, "single")],
-)  # fmt: skip
+    ("dtype", "copies", "parts"),
+    [("float16", False, 1), ("bfloat16", True, 1), ("bfloat16", False, 1), ("bfloat16", True, 2)],
+)
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
-def test_compiles_without_serialized_products(dims, dtype, copies, parts, change):
+def test_compiles_without_serialized_products(dims, dtype, copies, parts):
     if (dtype, copies) == ("bfloat16", False) and dims not in ((64, 64), (128, 128)):
         pytest.skip("the other two tell as much, and compiling takes long")
     if parts > 1 and dims == (96, 96):
         pytest.skip("128 tells as much")
-    if change and dims != (256, 256):
-        pytest.skip("only this one has pairs of CTAs")
-    dim, stack = dims[0], STACKS[change or dims]
-    pairs = dim > 192 and work.CLUSTERS and not change
-    run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)), str(parts), change)
+    dim, stack, pairs = dims[0], STACKS[dims], dims == (256, 256)
+    run = in_a_process("compile", *map(str, dims), dtype, str(int(copies)), str(parts))
     report = json.loads(run.stdout.splitlines()[-1])
     assert not pairs or report["barriers"] >= pair.SMALL_AT.value
     assert report["warnings"] == []
@@ -153,7 +148,7 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts, change
     # The pass before the kernel is waited for once, after the loads of keys and values and before all others.
     (wait,) = report["launch_waits"]
     keys_and_values = sum(i < wait for i in report["loads"])
-    assert keys_and_values == LOADS_OF_KEYS[change or dims]
+    assert keys_and_values == LOADS_OF_KEYS[dims]
     # Of two writers; at 64 each has all columns of half of the queries, and one CTA of a pair has half of the columns.
     boxes = 4 if dim == 64 or pairs else 4 * dim // 128
     again = boxes // 2 if pairs else boxes  # the last step of a writer that waits for its turn may have its own code
@@ -186,7 +181,7 @@ def test_compiles_without_serialized_products(dims, dtype, copies, parts, change
 # Softcap, ALiBi and dq added in order: reloads in the loops, over cut tiles and full ones; most are of the former.
 RELOADS = {
     ((64, 64), "softcap"): 0, ((96, 96), "softcap"): 0, ((128, 128), "softcap"): 0, ((192, 128), "softcap"): 51,
-    ((256, 256), "softcap"): 0, ((256, 256), "softcap single"): 0, ((256, 256), "alibi single"): 0,
+    ((256, 256), "softcap"): 0,
     **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
     **{((dim, dim), "ordered"): 0 for dim in hopper_backward.IN_ORDER},
 }  # fmt: skip
@@ -235,8 +230,8 @@ def in_a_process(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("bn", "bm"), [(64, 64), (128, 64), (128, 128)])
 def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn, bm):
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=segments_k)
-    info, bounds = work.key_tile_table(block, bn, bm, block.start.device)
-    same, seen_by = work.key_tile_table(block, bn, bm, block.start.device, by_key=True)
+    info, bounds = tile_scheduler.key_tile_table(block, bn, bm, block.start.device)
+    same, seen_by = tile_scheduler.key_tile_table(block, bn, bm, block.start.device, by_key=True)
     assert same.equal(info)
     n = torch.arange(seq_k, device=info.device)
     for batch in range(info.shape[0]):
@@ -266,7 +261,7 @@ def test_tables_name_every_visible_pair_once(mask, seq_q, seq_k, segments_k, bn,
         assert (owned == 1).all()
         assert steps == sorted(steps, reverse=True)
     for run in (1, 2):
-        check_runs(work.key_tile_table(block, bn, bm, block.start.device, run=run)[0], info, run)
+        check_runs(tile_scheduler.key_tile_table(block, bn, bm, block.start.device, run=run)[0], info, run)
     tiles = -(-seq_q // bm)
     per_tile = bounds.view(-1, tiles, 2, bm)
     for i, side in enumerate((block.start, block.end)):
@@ -299,7 +294,7 @@ def test_unreadable_tensors_are_copied_first(monkeypatch):
     monkeypatch.setattr(hopper_backward, "work_counter", lambda _: torch.zeros(8, dtype=torch.int32))
     block = make_block(*causal(100, 100), 100)
     hopper_backward.launch(
-        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(1),
+        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), tile_scheduler.Split(1),
         Delivery(False),
     )  # fmt: skip
     for name, x, copied in (("q", q, True), ("dout", dout, True), ("k", k, False), ("v", v, False)):
@@ -327,7 +322,7 @@ def test_arguments_select_a_compiled_kernel(monkeypatch, dims, dtype):
     rows, block = torch.zeros(1, 2, 100), make_block(*causal(100, 100), 100)
     for score in (Score(0.1), Score(0.2), Score(0.1, 50.0), Score(0.1, 30.0), Score(0.1, 30.0, torch.ones(2))):
         queries, keys_of = Queries(q, dout, rows, rows), Keys(k, v, block)
-        hopper_backward.launch(queries, keys_of, score, torch.zeros(q.shape), work.Split(1), Delivery(False))
+        hopper_backward.launch(queries, keys_of, score, torch.zeros(q.shape), tile_scheduler.Split(1), Delivery(False))
     fixed = dtype == torch.bfloat16
     assert len(set(keys)) == (4 if fixed else 3)
 
@@ -351,7 +346,12 @@ def test_a_launch_compiles_what_other_divisions_of_a_group_need(monkeypatch, dim
     shapes = ((4, dims[0]), (1, dims[0]), (1, dims[1]), (4, dims[1]))
     q, k, v, dout = (torch.zeros(1, 300, *shape).bfloat16() for shape in shapes)
     rows, block = torch.zeros(1, 4, 300), make_block(*causal(300, 300), 300)
-    for split in (work.Split(1), work.Split(2), work.Split(2, True), work.Split(4, True)):
+    for split in (
+        tile_scheduler.Split(1),
+        tile_scheduler.Split(2),
+        tile_scheduler.Split(2, True),
+        tile_scheduler.Split(4, True),
+    ):
         queries, dq = Queries(q, dout, rows, rows), torch.zeros(q.shape)
         delivery = Delivery(False, complete=complete)
         hopper_backward.launch(queries, Keys(k, v, replace(block)), Score(0.1), dq, split, delivery)
@@ -367,7 +367,7 @@ def test_a_launch_compiles_what_other_divisions_of_a_group_need(monkeypatch, dim
 def test_tiles_are_visited_cut_first_then_full(monkeypatch, mask, seq, heads):
     """Producer and writers follow this order, and consumers rely on where the full tiles begin."""
     block = make_block(*mask(seq, seq), seq)
-    info, _ = work.key_tile_table(block, pieces.BN.value, pieces.BM.value, block.start.device)
+    info, _ = tile_scheduler.key_tile_table(block, pieces.BN.value, pieces.BM.value, block.start.device)
     numbers = info[0].flatten().tolist()
     monkeypatch.setattr(pieces.gl, "load", numbers.__getitem__)
     for at in range(0, len(numbers), pieces.INFO.value):
@@ -392,7 +392,7 @@ def whole_documents(seq_q, _):
 @pytest.mark.parametrize("mask", [full, causal, lambda m, n: documents(m, n, lengths=(2048, 2048)), whole_documents])
 def test_key_tiles_that_begin_together_are_at_different_queries(mask, bm):
     """At every step: atomic additions to the same tile of dQ would queue behind each other in L2."""
-    info, _ = work.key_tile_table(make_block(*mask(4096, 4096), 4096), 128, bm, torch.device("cpu"))
+    info, _ = tile_scheduler.key_tile_table(make_block(*mask(4096, 4096), 4096), 128, bm, torch.device("cpu"))
     walks = []
     for _, _, begin, end, full_begin, full_end, start, _ in info[0].tolist():
         cut = [j for j in range(begin, end) if not full_begin <= j < full_end]
@@ -417,8 +417,8 @@ def test_key_tiles_take_turns_in_the_order_of_their_keys(monkeypatch, mask, seq_
     head after the other: cut tiles, then full ones, then cut ones."""
     block = make_block(*mask(seq_q, seq_k), seq_k, segments_k=(seq_k - 150, 150))
     cpu = torch.device("cpu")
-    info, _, ends = work.ordered_key_tile_table(block, bn, bm, cpu)
-    plain, _ = work.key_tile_table(block, bn, bm, cpu)
+    info, _, ends = tile_scheduler.ordered_key_tile_table(block, bn, bm, cpu)
+    plain, _ = tile_scheduler.key_tile_table(block, bn, bm, cpu)
     by_key = plain.gather(1, plain[..., :1].argsort(1).expand_as(plain))
     assert torch.equal(info[..., [0, 1, 2, 3, 4, 5, 7]], by_key[..., [0, 1, 2, 3, 4, 5, 7]])
     for name in ("maximum", "minimum", "where"):
@@ -544,16 +544,16 @@ def test_needs_hopper():
     (40, 8, 3072, 3072**2 / 2, (5, True)),
 ])  # fmt: skip
 def test_parts_occupy_the_processors_or_share_the_queries(heads, kv_heads, seq, pairs, expected, monkeypatch):
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     q, k = (torch.empty(1, seq, n, 128, device="meta") for n in (heads, kv_heads))
     rows = torch.zeros(1, seq, dtype=torch.int32, device="cpu")
     block = Block(rows, rows + seq, rows[0], rows[0], (seq,), (seq,), pairs)
-    assert work.split_groups(q, k, block) == expected
+    assert tile_scheduler.split_groups(q, k, block) == expected
 
 
 @pytest.mark.parametrize(("rows", "tiles", "parts"), [(8, 64, 4), (8, 64, 1), (1, 16, 16), (2, 16, 8), (6, 7, 4)])
 def test_sweeps_end_with_whole_groups(rows, tiles, parts):
-    sweep = work.sweep(rows, tiles, 132, parts)
+    sweep = tile_scheduler.sweep(rows, tiles, 132, parts)
     assert rows * parts % sweep == 0
     assert sweep % parts == 0 or parts % sweep == 0
 
@@ -574,12 +574,11 @@ LONG_AMONG_SHORT = functools.partial(documents, lengths=(128,) * 192 + (8192,))
     (64, 16, 16, lambda m, n: documents(m, n, lengths=(100, 32668)), (1, 0)),
 ])  # fmt: skip
 def test_short_documents_are_taken_by_position(dim, heads, kv_heads, mask, expected, monkeypatch):
-    monkeypatch.setattr(work, "processors", lambda _: 132)
-    monkeypatch.setattr(work, "CLUSTERS", True)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     seq = 32768
     q, k = (torch.empty(2, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
     block = on_host(make_block(*mask(seq, seq), seq))
-    assert work.order_of_programs(q, k, k, block, work.split_groups(q, k, block)) == expected
+    assert tile_scheduler.order_of_programs(q, k, k, block, tile_scheduler.split_groups(q, k, block)) == expected
 
 
 UNEQUAL = functools.partial(documents, lengths=(300, 2500, 700, 5200, 150, 1100, 4200, 2234) * 2)
@@ -587,9 +586,9 @@ UNEQUAL = functools.partial(documents, lengths=(300, 2500, 700, 5200, 150, 1100,
 
 def last_program_ends(q, k, block, split, order):
     """Return when, and the mean of the processors, in steps, with 3 for prologue and epilogue."""
-    sizes = work.keys_per_tile(q), work.queries_per_step(q)
-    info, _ = work.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
-    rows, tiles, workers = len(q) * k.shape[2] * split.parts, info.shape[1], 132 // work.ctas_per_tile(q)
+    sizes = tile_scheduler.keys_per_tile(q), tile_scheduler.queries_per_step(q)
+    info, _ = tile_scheduler.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
+    rows, tiles, workers = len(q) * k.shape[2] * split.parts, info.shape[1], 132 // tile_scheduler.ctas_per_tile(q)
     assert rows % order.sweep == 0
     assert order.sweep % split.parts == 0 or split.parts % order.sweep == 0
     steps = ((info[0, :, 3] - info[0, :, 2]) * (q.shape[2] // k.shape[2] // split.parts) + 3).tolist()
@@ -607,13 +606,17 @@ def heads_of(dim, heads, kv_heads, batch, seq):
     (128, 16, 16, 1, 16384), (128, 20, 20, 1, 8192), (64, 40, 40, 1, 8192), (64, 8, 1, 8, 8192), (128, 16, 2, 4, 16384),
 ])  # fmt: skip
 def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, kv_heads, batch, seq, monkeypatch):
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     q, k = heads_of(dim, heads, kv_heads, batch, seq)
     block = on_host(make_block(*UNEQUAL(seq, seq), seq))
-    split = work.split_groups(q, k, block)
-    end, mean = last_program_ends(q, k, block, split, work.order_of_programs(q, k, k, block, split))
+    split = tile_scheduler.split_groups(q, k, block)
+    end, mean = last_program_ends(q, k, block, split, tile_scheduler.order_of_programs(q, k, k, block, split))
     assert end < 1.06 * mean
-    usual = work.Order(work.sweep(batch * kv_heads, work.tiles_of_head(block, work.keys_per_tile(q)), 132, split.parts))
+    usual = tile_scheduler.Order(
+        tile_scheduler.sweep(
+            batch * kv_heads, tile_scheduler.tiles_of_head(block, tile_scheduler.keys_per_tile(q)), 132, split.parts
+        )
+    )
     assert last_program_ends(q, k, block, split, usual)[0] > end + 0.02 * mean
 
 
@@ -631,14 +634,13 @@ def row_of(name, seq):
 @pytest.mark.parametrize("name", ["published", "pareto"])
 def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, seq, apart, name, monkeypatch):
     """One program with all heads of a group and the longest tile would take longer than all others together."""
-    monkeypatch.setattr(work, "processors", lambda _: 132)
-    monkeypatch.setattr(work, "CLUSTERS", True)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     q, k = heads_of(dim, heads, kv_heads, 1, seq)
     block, ends = row_of(name, seq), {}
-    split = work.split_groups(q, k, block)
+    split = tile_scheduler.split_groups(q, k, block)
     for parts in (n for n in range(1, heads // kv_heads + 1) if heads // kv_heads % n == 0):
-        order = work.order_of_programs(q, k, k, block, work.Split(parts))
-        ends[parts], _ = last_program_ends(q, k, block, work.Split(parts), order)
+        order = tile_scheduler.order_of_programs(q, k, k, block, tile_scheduler.Split(parts))
+        ends[parts], _ = last_program_ends(q, k, block, tile_scheduler.Split(parts), order)
     assert split.apart == apart
     assert ends[split.parts] < 1.15 * min(ends.values())  # parts are chosen by an estimate, which is no schedule
     assert ends[split.parts] < 0.8 * ends[1]
@@ -647,25 +649,25 @@ def test_few_groups_of_unequal_documents_have_more_parts(dim, heads, kv_heads, s
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 4), (64, 8)])
 def test_groups_that_end_together_anyway_are_not_divided(heads, kv_heads, monkeypatch):
     """More parts have more to begin, to end and to add up."""
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     q, k = heads_of(128, heads, kv_heads, 1, 16384)
-    assert work.split_groups(q, k, row_of("published", 16384)) == (1, False)
+    assert tile_scheduler.split_groups(q, k, row_of("published", 16384)) == (1, False)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_of_a_batch_end_together_like_groups(rows, monkeypatch):
     """Two rows of 8/1 heads are as many programs as one of 16/2, whether they have one mask or two."""
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     block = row_of("published", 16384)
     of_rows = replace(block, start=block.start.expand(rows, -1), end=block.end.expand(rows, -1))
     q, k = heads_of(128, 8, 1, 2, 16384)
-    expected = work.split_groups(*heads_of(128, 16, 2, 1, 16384), row_of("published", 16384))
-    assert work.split_groups(q, k, of_rows) == expected == (2, False)
+    expected = tile_scheduler.split_groups(*heads_of(128, 16, 2, 1, 16384), row_of("published", 16384))
+    assert tile_scheduler.split_groups(q, k, of_rows) == expected == (2, False)
 
 
 def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monkeypatch):
     """Any numbers of heads, one GPU or several (more keys than queries); without groups nothing is divided."""
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     draw, in_turns = random.Random(0), 0
     for _ in range(1500):
         heads, kv_heads = draw.choice([(4, 4), (1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (16, 2), (12, 2), (16, 4)])
@@ -677,16 +679,16 @@ def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monke
             segments_q=(seq // ranks,), pairs=float((block.end - block.start)[:, last].sum()),
         )  # fmt: skip
         q, k = (x[:, : seq // n] for x, n in zip(heads_of(dim, heads, kv_heads, 1, seq), (ranks, 1), strict=True))
-        split, group = work.split_groups(q, k, block), heads // kv_heads
+        split, group = tile_scheduler.split_groups(q, k, block), heads // kv_heads
         assert group % split.parts == 0
         if split.apart:
             assert split.parts > 1
-            assert work.few_tiles(q, k, seq)  # as _variants() asks
-            assert split.parts * kv_heads * seq <= 132 * work.MOST_APART * work.keys_per_cta(q)
+            assert tile_scheduler.few_tiles(q, k, seq)  # as _variants() asks
+            assert split.parts * kv_heads * seq <= 132 * tile_scheduler.MOST_APART * tile_scheduler.keys_per_cta(q)
         else:
             assert split.parts == 1 or group // split.parts >= 2
-        tiles = block.key_tiles(work.queries_per_step(q), work.keys_per_tile(q))
-        unequal = work.heads_of_longest(tiles, 132 // work.ctas_per_tile(q)) > 0.0
+        tiles = block.key_tiles(tile_scheduler.queries_per_step(q), tile_scheduler.keys_per_tile(q))
+        unequal = tile_scheduler.heads_of_longest(tiles, 132 // tile_scheduler.ctas_per_tile(q)) > 0.0
         if unequal and ranks > 1 and split.parts > 2 and group // split.parts >= 2:
             assert not split.apart  # gradients leave when they are complete
             in_turns += dim == 64  # where such parts are apart on one GPU
@@ -696,30 +698,33 @@ def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monke
 def test_prime_numbers_of_heads_keep_the_order_of_equal_tiles():
     q, k = (torch.empty(1, 16384, 37, 128, device="meta", dtype=torch.bfloat16) for _ in range(2))
     block = on_host(make_block(*UNEQUAL(16384, 16384), 16384))
-    assert work.order_of_programs(q, k, k, block, work.Split(1)) == (work.sweep(37, 128, 132, 1), 0)
+    assert tile_scheduler.order_of_programs(q, k, k, block, tile_scheduler.Split(1)) == (
+        tile_scheduler.sweep(37, 128, 132, 1),
+        0,
+    )
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(24 << 20, (36, 7)), (21 << 20, (1, 0))])
 def test_a_sweep_by_position_has_whole_groups(limit, expected, monkeypatch):
     """Nine groups of four parts: 18 parts of them would fit into the smaller limit, which are no whole groups."""
-    monkeypatch.setattr(work, "processors", lambda _: 132)
-    monkeypatch.setattr(work, "NEAR_IN_L2", limit)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "NEAR_IN_L2", limit)
     q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (36, 9))
     block = on_host(make_block(*SHORT(32768, 32768), 32768))
-    assert work.order_of_programs(q, k, k, block, work.Split(4)) == expected
+    assert tile_scheduler.order_of_programs(q, k, k, block, tile_scheduler.Split(4)) == expected
     q, k = (torch.empty(1, 32768, n, 64, device="meta", dtype=torch.bfloat16) for n in (30, 5))
     block = on_host(make_block(*UNEQUAL(32768, 32768), 32768))
-    assert work.order_of_programs(q, k, k, block, work.Split(6)) == (30, 8)  # not 15
+    assert tile_scheduler.order_of_programs(q, k, k, block, tile_scheduler.Split(6)) == (30, 8)  # not 15
 
 
 @pytest.mark.parametrize(("queries", "heads"), [(4096, 16), (32768, 2)])
 def test_keys_of_other_ranks_and_few_programs_are_not_taken_by_position(queries, heads, monkeypatch):
-    """Keys of other ranks arrive head by head; the last of few programs are better placed by ``work.sweep``."""
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    """Keys of other ranks arrive head by head; the last of few programs are better placed by ``sweep``."""
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     q, k = (torch.empty(1, n, heads, 64, device="meta", dtype=torch.bfloat16) for n in (queries, 32768))
     block = on_host(make_block(*(x[:, -queries:] for x in SHORT(32768, 32768)), 32768))
-    order = work.order_of_programs(q, k, k, block, work.Split(1))
-    assert order == (work.sweep(heads, 256, 132, 1), 0)
+    order = tile_scheduler.order_of_programs(q, k, k, block, tile_scheduler.Split(1))
+    assert order == (tile_scheduler.sweep(heads, 256, 132, 1), 0)
 
 
 @pytest.mark.parametrize(("mask", "kv_heads", "parts", "sweep", "run"), [
@@ -737,14 +742,14 @@ def test_counted_gradients_have_the_order_of_the_launch(mask, kv_heads, parts, s
 
     monkeypatch.setattr(hopper_backward, "dispatch", record)
     monkeypatch.setattr(hopper_backward, "work_counter", lambda _: torch.zeros(8, dtype=torch.int32))
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(parts))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(parts))
     counts = hopper_backward.completion_counts(q, Keys(k, v, block))
     hopper_backward.launch(
-        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape), work.Split(parts),
-        Delivery(False),
+        Queries(q, dout, rows, rows), Keys(k, v, block), Score(0.125), torch.zeros(q.shape),
+        tile_scheduler.Split(parts), Delivery(False),
     )  # fmt: skip
     assert arguments["sweep"] == counts.rows * parts == sweep
-    table, _ = work.key_tile_table(block, 128, 128, torch.device("cpu"), True, run)
+    table, _ = tile_scheduler.key_tile_table(block, 128, 128, torch.device("cpu"), True, run)
     assert arguments["info_ptr"] is table
 
 
@@ -757,11 +762,13 @@ def test_counted_gradients_have_the_order_of_the_launch(mask, kv_heads, parts, s
     (128, 32, 8, 16384, 16384**2 / 2, (4, 0)),
 ])  # fmt: skip
 def test_keys_descend_where_their_queries_fit_into_l2(dim, heads, kv_heads, seq, pairs, expected, monkeypatch):
-    monkeypatch.setattr(work, "processors", lambda _: 132)
+    monkeypatch.setattr(tile_scheduler, "processors", lambda _: 132)
     q, k = (torch.empty(1, seq, n, dim, device="meta", dtype=torch.bfloat16) for n in (heads, kv_heads))
     rows = torch.zeros(1, seq, dtype=torch.int32, device="cpu")
     block = Block(rows, rows + seq, rows[0], rows[0], (seq,), (seq,), pairs)
-    sweep, descending = work.order_of_sums(q, k, k, block, work.split_groups(q, k, block), seq // 128)
+    sweep, descending = tile_scheduler.order_of_sums(
+        q, k, k, block, tile_scheduler.split_groups(q, k, block), seq // 128
+    )
     assert (sweep, descending // (seq // 128)) == expected
     assert descending % (sweep * seq // 128) == 0  # whole sweeps
 
@@ -812,14 +819,20 @@ def test_gradients(case, dims, dtype):
         check_backward(BACKEND, make_problem(case, dtype, dims=dims), deterministic=True)
 
 
-@needs_hopper
-@pytest.mark.parametrize("case", [
-    Case(full, seq_q=333, seq_k=457, heads=3, kv_heads=3), Case(causal, seq_q=1001, seq_k=1001, heads=6),
-    Case(lambda m, n, *_: documents(m, n, lengths=(100, 513, 27, 650, 900)), seq_q=1500, seq_k=1500),
-])  # fmt: skip
-def test_gradients_without_clusters(case, monkeypatch):
-    monkeypatch.setattr(work, "CLUSTERS", False)
-    check_backward(BACKEND, make_problem(case, torch.bfloat16, dims=(256, 256)))
+def test_without_clusters_head_dim_256_runs_on_the_portable_kernels(monkeypatch):
+    """The forward needs no clusters there."""
+    q, k, v, dout = (torch.zeros(1, 64, 2, 256, dtype=torch.bfloat16) for _ in range(4))
+    rows, called = torch.zeros(1, 2, 64), []
+    queries, keys = Queries(q, dout, rows, rows), Keys(k, v, make_block(*causal(64, 64), 64))
+    monkeypatch.setattr(BACKENDS["triton"], "_backward", lambda *args: called.append("triton") or (k, v))
+    monkeypatch.setattr(hopper_backward, "backward", lambda *args: called.append("hopper") or (k, v))
+    for clusters in (True, False):
+        monkeypatch.setattr(hopper_backward, "CLUSTERS", clusters)
+        BACKEND.backward(queries, keys, Score(0.0625), torch.zeros(q.shape))
+        assert (BACKEND.completion_counts(q, keys, Score(0.0625)) is not None) == clusters
+        assert BACKEND.fills_delta(q, False) == clusters
+    assert called == ["hopper", "triton"]
+    assert "clusters" not in str(hopper_backward.unsupported(q, k, v, Score(0.0625)))
 
 
 @needs_hopper
@@ -852,7 +865,7 @@ def test_deterministic_backward_has_the_same_bits_on_every_run(case, dims):
         with torch.cuda.stream(stream):
             noise @ noise
         assert all(torch.equal(a, b) for a, b in zip(run(True), first, strict=True))
-    heads = case.heads // case.kv_heads // work.split_groups(x.q, x.k, x.whole).parts
+    heads = case.heads // case.kv_heads // tile_scheduler.split_groups(x.q, x.k, x.whole).parts
     cut_off = case.seq_q * heads / 16 * torch.finfo(torch.float32).eps / (4 * math.log(2))
     for a, b in zip(run(False), first, strict=True):
         assert (a - b).norm() <= max(1e-5, cut_off) * b.norm()
@@ -908,7 +921,7 @@ def test_a_first_backward_writes_delta_and_dq(seq, deterministic, dims):
 @pytest.mark.parametrize(("kv_heads", "split"), [(4, (1, False)), (1, (2, False)), (1, (4, False)), (1, (4, True))])
 def test_complete_gradients_are_rounded_to_the_dtype_of_the_inputs(kv_heads, split, dims, monkeypatch):
     """By the kernel, unless several parts of a group have gradients of their own."""
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(*split))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(*split))
     x = make_problem(Case(causal, 2, 700, 700, heads=4, kv_heads=kv_heads), torch.bfloat16, dims=dims)
     keys, dq = Keys(x.k, x.v, x.whole), torch.zeros(x.q.shape, device=DEVICE)
     out, lse = BACKEND.output(x.q, keys, x.score)
@@ -921,18 +934,16 @@ def test_complete_gradients_are_rounded_to_the_dtype_of_the_inputs(kv_heads, spl
 
 
 @needs_hopper
-@pytest.mark.parametrize("dims", [*hopper_backward.HEAD_DIMS, "single"], ids=str)
+@pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("case", [
     Case(full, seq_q=1, seq_k=65), Case(causal, seq_q=700, seq_k=700, heads=3, kv_heads=3, alibi=1),
     Case(lambda m, n, *_: documents(m, n, lengths=(100, 33, 567)), seq_q=700, seq_k=700),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rounded_gradients_have_the_same_bits_on_every_run(dtype, case, dims, monkeypatch):
+def test_rounded_gradients_have_the_same_bits_on_every_run(dtype, case, dims):
     """Those that shared memory is reused for, as the float32 ones are, next to other work, too; in a key tile with one
     step, and where factors are left for the end."""
-    if dims == "single":
-        monkeypatch.setattr(work, "CLUSTERS", False)
-    x = make_problem(case, dtype, dims=(256, 256) if dims == "single" else dims)
+    x = make_problem(case, dtype, dims=dims)
     keys, dq = Keys(x.k, x.v, x.whole), torch.zeros(x.q.shape, device=DEVICE)
     out, lse = BACKEND.output(x.q, keys, x.score)
     queries = Queries(x.q, x.dout, lse, row_delta(out, x.dout))
@@ -988,7 +999,7 @@ def test_strides(ready, dims):
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("split", [(1, False), (2, False), (4, False), (2, True), (4, True)])
 def test_parts_of_a_group(split, dims, monkeypatch):
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(*split))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(*split))
     case = Case(causal, seq_q=300, seq_k=300, heads=8)
     check_backward(BACKEND, make_problem(case, torch.bfloat16, dims=dims))
 
@@ -1004,7 +1015,7 @@ def test_no_races(mask, dims):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)], ids=str)
 def test_no_races_of_parts_in_turns(dims, monkeypatch):
     """Many more parts than run at the same time, so that parts wait for others and find them done."""
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(4))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(4))
     repeat(causal, dims, 4096, 32, 4, 200)
 
 
@@ -1015,10 +1026,10 @@ def test_no_races_of_many_short_programs(length):
     mask = functools.partial(documents, lengths=(length,) * (12000 // length + 1))
     repeat(mask, (64, 64), 6000, 16, 8, 300)
     seq, heads = 12000, 16
-    info, _ = work.key_tile_table(make_block(*mask(seq, seq), seq), 128, 128, torch.device("cpu"))
+    info, _ = tile_scheduler.key_tile_table(make_block(*mask(seq, seq), seq), 128, 128, torch.device("cpu"))
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    assert info.shape[1] * heads > 2 * backward_tall.LAST_WAVES.value * processors
-    assert ((info[..., 3] - info[..., 2]) < backward_tall.ENOUGH_STEPS.value).any()
+    assert info.shape[1] * heads > 2 * backward_d64.LAST_WAVES.value * processors
+    assert ((info[..., 3] - info[..., 2]) < backward_d64.ENOUGH_STEPS.value).any()
     repeat(mask, (64, 64), seq, heads, heads, 100)
     assert not work_counter(torch.device("cuda", torch.cuda.current_device())).any()
 
@@ -1031,7 +1042,7 @@ def test_no_races_of_many_short_programs(length):
 def test_key_tiles_by_position(dims, mask, batch, heads, kv_heads, parts, monkeypatch):
     """dk and dv have the bits of the usual order, of which ``test_gradients`` knows that it is right; dq is the same up
     to the order of its sums."""
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(parts))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(parts))
     seq = 32768
     queries, keys, score = problem(mask, batch, seq, heads, kv_heads, dims)
 
@@ -1039,10 +1050,12 @@ def test_key_tiles_by_position(dims, mask, batch, heads, kv_heads, parts, monkey
         dq = torch.zeros(queries.q.shape, device=DEVICE)
         return *BACKEND.backward(queries, keys._replace(block=on_host(keys.block)), score, dq), dq
 
-    order = work.order_of_programs(queries.q, keys.k, keys.v, on_host(keys.block), work.Split(parts))
+    order = tile_scheduler.order_of_programs(
+        queries.q, keys.k, keys.v, on_host(keys.block), tile_scheduler.Split(parts)
+    )
     assert order.run > 0
     dk, dv, dq = run()
-    monkeypatch.setattr(work, "order_of_programs", lambda *_: work.Order(parts))
+    monkeypatch.setattr(tile_scheduler, "order_of_programs", lambda *_: tile_scheduler.Order(parts))
     dk_usual, dv_usual, dq_usual = run()
     assert torch.equal(dk, dk_usual)
     assert torch.equal(dv, dv_usual)
@@ -1059,9 +1072,9 @@ def test_more_parts_of_a_group_where_documents_differ(dims, heads, kv_heads, mon
     seq, longest = 16384, 5200  # documents
     queries, keys, score = problem(UNEQUAL, 1, seq, heads, kv_heads, dims)
     keys = keys._replace(block=on_host(keys.block))
-    assert work.split_groups(queries.q, keys.k, keys.block).parts > 1
+    assert tile_scheduler.split_groups(queries.q, keys.k, keys.block).parts > 1
     divided = gradients((queries, keys, score))
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(1))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(1))
     undivided = gradients((queries, keys._replace(block=on_host(keys.block)), score))
     cut_off = longest * heads / kv_heads / 16 * torch.finfo(torch.float32).eps / (4 * math.log(2))
     for a, b in zip(divided, undivided, strict=True):
@@ -1128,7 +1141,7 @@ def arriving(args, ready: ReadyFlags):
 @pytest.mark.parametrize("dims", hopper_backward.HEAD_DIMS, ids=str)
 @pytest.mark.parametrize("mask", [differing, causal])
 def test_stores_into_given_tensors(mask, dims, split, monkeypatch):
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(*split))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(*split))
     args = problem(mask, 2, 120, 4, 2, dims, (50, 70))
     want = gradients(args)
     buffer, into = adjacent(2, 120, 2, *dims)
@@ -1214,13 +1227,13 @@ def test_gives_up():
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("mask", [differing, causal, padding])
 def test_counts_completed_gradients(mask, dims, parts, sweep, monkeypatch):
-    monkeypatch.setattr(work, "split_groups", lambda *_: work.Split(parts))
+    monkeypatch.setattr(tile_scheduler, "split_groups", lambda *_: tile_scheduler.Split(parts))
     if sweep is not None:
-        monkeypatch.setattr(work, "sweep", lambda *_: sweep)
+        monkeypatch.setattr(tile_scheduler, "sweep", lambda *_: sweep)
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
     expected = BACKEND.completion_counts(args[0].q, *args[1:])
     assert sweep is None or expected.rows == max(1, sweep // parts)
-    ctas = (2, 4) if dims[0] <= 192 else (4, 8) if work.CLUSTERS else (3, 6)  # of 130 keys, and of 1, 0 and 269
+    ctas = (2, 4) if dims[0] <= 192 else (4, 8)  # of 130 keys, and of 1, 0 and 269
     assert expected.counts == tuple(2 * expected.rows * n for n in ctas)
     want = gradients(args)
     counters = torch.zeros(4 // expected.rows, 2, dtype=torch.int32, device=DEVICE)
@@ -1236,7 +1249,7 @@ def test_counts_completed_gradients(mask, dims, parts, sweep, monkeypatch):
 def test_gradients_are_sent_while_the_kernel_runs(sweep, dims, monkeypatch):
     """Copies to the host wait only for the counters, and the first runs long before the kernel ends."""
     if sweep is not None:
-        monkeypatch.setattr(work, "sweep", lambda *_: sweep)
+        monkeypatch.setattr(tile_scheduler, "sweep", lambda *_: sweep)
     seq, heads, lengths = 16384, 8, (2048,) * 8
     args = problem(causal, 1, seq, heads, heads, dims, lengths)
     expected = BACKEND.completion_counts(args[0].q, *args[1:])

@@ -20,7 +20,7 @@ from play import Play, Ring, Slot, mbarriers
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
-from ringattn.kernels.hopper import backward_pieces, backward_programs, backward_tall, work
+from ringattn.kernels.hopper import backward_d64, backward_pieces, backward_programs, tile_scheduler
 from ringattn.kernels.hopper.backward_arguments import Arrival, Gradients, Grid, Order, Score, Tiles
 from ringattn.kernels.hopper.backward_programs import Programs
 
@@ -96,7 +96,7 @@ def perform(
     ``taken`` as many programs before."""
     block = make_block(*mask(seq, seq), seq)
     ordered = not several
-    table = work.ordered_key_tile_table if ordered else work.key_tile_table
+    table = tile_scheduler.ordered_key_tile_table if ordered else tile_scheduler.key_tile_table
     info = table(block, KEYS, ROWS, torch.device("cpu"))[0]
     tiles, kv_heads, q_tiles = info.shape[1], HEADS // heads, -(-seq // ROWS)
     numbers = info.flatten().tolist()
@@ -211,9 +211,9 @@ def perform(
         _bytes=lambda desc: sum(x.block_type.nbytes for x in desc),
     )  # fmt: skip
     staged, sent_at, q_free, dout_free = (
-        getattr(backward_tall, name).value for name in ("DQ_STAGED", "DQ_SENT", "Q_FREE", "DO_FREE")
+        getattr(backward_d64, name).value for name in ("DQ_STAGED", "DQ_SENT", "Q_FREE", "DO_FREE")
     )
-    for module in (backward_pieces, backward_programs, backward_tall):
+    for module in (backward_pieces, backward_programs, backward_d64):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
@@ -222,7 +222,7 @@ def perform(
         for name, value in names.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(backward_tall.scores, "next_head", lambda alibi, head, inside, steps: (head, inside))
+    monkeypatch.setattr(backward_d64.scores, "next_head", lambda alibi, head, inside, steps: (head, inside))
 
     def keys_of(score, positions, grid, at, first, past, key, layout, which):
         return types.SimpleNamespace(C=(key - first) // 64, alibi=(), first=key, past=past, which=which, tile=at.tile)
@@ -243,11 +243,11 @@ def perform(
         gradients=gradients, order=order, programs=programs,
     )  # fmt: skip
     if several:
-        produce = functools.partial(backward_tall._producer, grid, descs, shared, arrival, signals)
-        consume = [functools.partial(backward_tall._consumer, c, early, grid, shared, score, gradients) for c in (0, 1)]
+        produce = functools.partial(backward_d64._producer, grid, descs, shared, arrival, signals)
+        consume = [functools.partial(backward_d64._consumer, c, early, grid, shared, score, gradients) for c in (0, 1)]
     else:
         produce = functools.partial(backward_pieces.producer, grid, descs, shared, arrival, q_free, dout_free)
-        consume = [functools.partial(backward_tall._consumer_of_one, c, grid, shared, score, gradients) for c in (0, 1)]
+        consume = [functools.partial(backward_d64._consumer_of_one, c, grid, shared, score, gradients) for c in (0, 1)]
     play.perform({
         "producer": produce,
         **{f"consumer {c}": consume[c] for c in (0, 1)},

@@ -52,10 +52,10 @@ from list_scheduling import last_end
 
 from benchmarks.documents import bounds
 from ringattn.kernels import contract
-from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.backends import BACKENDS, choose
 from ringattn.kernels.contract import Block, Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import forward_consumer, forward_work, primitives, work
+from ringattn.kernels.hopper import forward_kernel, primitives, tile_scheduler
 from ringattn.kernels.hopper import work_counter as work_counters
 from ringattn.kernels.hopper.work_counter import work_counter
 from ringattn.memo import Memo
@@ -97,7 +97,6 @@ KINDS = {
     "long-state-in": dict(finalize=False, state=True, keys_in_all=1 << 20),
     "divided-out": dict(divided=True),
     "divided-ready-state-in": dict(divided=True, ready=True, finalize=False, state=True),
-    "single-ready-out": dict(ready=True, single=True),
     "narrow-out": dict(narrow=True),
     "narrow-ready-own-state-in": dict(narrow=True, ready=True, own=True, finalize=False, state=True),
     "narrow-softcap-out": dict(narrow=True, softcap=50.0),
@@ -106,9 +105,8 @@ KINDS = {
         narrow=True, softcap=50.0, alibi=True, finalize=False, state=True, keys_in_all=1 << 20
     ),
 }
-SINGLE = "single-ready-out"  # of head dim 512, where there are no clusters
 TELLING = ("float16-state-in-out", "ready-out")  # between them every branch but the sink and the stores of a state
-FEWER = tuple(kind for kind in KINDS if kind not in (TELLING[0], SINGLE))
+FEWER = tuple(kind for kind in KINDS if kind != TELLING[0])
 CHANGED = tuple(kind for kind in KINDS if "softcap" in kind or "alibi" in kind)
 DIMS = sorted(hopper_forward.CONFIGS)
 NARROW = sorted(hopper_forward.NARROW)
@@ -127,11 +125,11 @@ def dims(request, monkeypatch):
 
 def kinds_of(dims: tuple[int, int]) -> list[str]:
     if os.environ.get("RINGATTN_COMPILE_ALL"):
-        left_out = ["divided"] if dims == (512, 512) else [SINGLE]
+        left_out = ["divided"] if dims == (512, 512) else []
         left_out += [] if dims in NARROW else ["narrow"]
         return [kind for kind in KINDS if not any(word in kind for word in left_out)]
     if dims == (512, 512):
-        return ["state", "ready-own-out", SINGLE]
+        return ["state", "ready-own-out"]
     if dims == (128, 128):
         return [kind for kind in FEWER if "softcap-alibi" not in kind and "narrow" not in kind]
     return [kind for kind in FEWER if kind not in CHANGED] if dims == (64, 64) else list(TELLING)
@@ -139,10 +137,10 @@ def kinds_of(dims: tuple[int, int]) -> list[str]:
 
 def compiled(
     dims, dtype=torch.bfloat16, state=False, sink=False, finalize=True, ready=False, keys_in_all=None, softcap=0.0,
-    alibi=False, own=False, single=False, divided=False, narrow=False,
+    alibi=False, own=False, divided=False, narrow=False,
 ) -> sass.Compiled:  # fmt: skip
-    """Compile one variant without launching it. ``keys_in_all``: keys that a query sees over all calls; ``single``:
-    without clusters; ``divided``: the last query tiles are divided; ``narrow``: as where queries see few keys."""
+    """Compile one variant without launching it. ``keys_in_all``: keys that a query sees over all calls; ``divided``:
+    the last query tiles are divided; ``narrow``: as where queries see few keys."""
     dim, dim_v = dims
     seq_k, mask = (2048, full) if divided else (256, causal)
     q, k, v = make_inputs(seq_q=256, seq_k=seq_k, dim=dim, dim_v=dim_v, dtype=dtype, heads=4)
@@ -163,13 +161,10 @@ def compiled(
         patch.setattr(hopper_forward, "dispatch", lambda *args, **options: launches.append((args, options)))
         patch.setattr(hopper_forward, "work_counter", lambda device, length=1: torch.zeros(length, dtype=torch.int32))
         patch.setattr(hopper_forward, "MOST_KEYS", 256 if narrow else 0)
-        if single:
-            patch.setitem(hopper_forward.CONFIGS, dims, hopper_forward.SINGLE)
         hopper_forward.forward(
             q, Keys(k, v, block, flags), score, Partial(rows, rows, values) if state else None, finalize
         )
-    ((kernel, grid, *args), options), *others = launches
-    assert len(others) == (1 if single else 0)
+    (((kernel, grid, *args), options),) = launches
     return sass.compile_for_hopper(kernel, grid, args, options)
 
 
@@ -266,7 +261,7 @@ def test_compiled_code(dims, kind):
         elif "softcap" in kind or "alibi" in kind:
             some = {(64, 64): 400, (256, 256): 40}
         if dims == (512, 512):
-            some = {dims: 160 if kind == SINGLE else 984 if "alibi" in kind else 848 if "long" in kind else 500}
+            some = {dims: 984 if "alibi" in kind else 848 if "long" in kind else 500}
         assert facts["spills"] <= some.get(dims, 0)
 
 
@@ -276,38 +271,13 @@ def test_out_that_is_not_staged_is_stored_by_16_bytes(dims):
     assert facts_of(dims)["ready-out"]["long_stores"] == 2 * 64 * dims[1] // 128 // 8  # of a thread, two consumers
 
 
-@pytest.mark.parametrize("finalize", [True, False])
-@pytest.mark.parametrize("carried", [True, False])
-def test_launches_for_parts_of_the_values_make_one_result(monkeypatch, carried, finalize):
-    """Without clusters. Each starts from the state that is carried in, also where it is updated in place; here eager
-    does their work."""
-    monkeypatch.setitem(hopper_forward.CONFIGS, (512, 512), hopper_forward.SINGLE)
-    q, k, v = make_inputs(seq_q=40, seq_k=40, dim=512, heads=4)
-    block, score, launches = make_block(*causal(40, 40), 40), simple(512), []
-
-    def attend(kernel, grid, *args, **options):
-        x = dict(zip(kernel.arg_names, args, strict=False), **options)
-        launches.append(x["v_desc"].base)
-        state = Partial(*(x[name].clone() for name in ("m_in_ptr", "l_in_ptr", "o_in_ptr")))
-        keys = Keys(x["k_desc"].base, x["v_desc"].base, block)
-        result = EAGER._forward(x["q_desc"].base, keys, score, state if x["HAS_STATE"] else None, x["FINALIZE"])
-        first, *rest = result if finalize else (result.o, result.m, result.l)
-        for name, value in zip(("out_ptr", "lse_ptr", "l_ptr"), (first, *rest), strict=False):
-            x[name].copy_(value)
-        assert x["out_ptr"].stride(2) == x["DV"]
-
-    monkeypatch.setattr(hopper_forward, "dispatch", attend)
-    monkeypatch.setattr(
-        hopper_forward, "work_counter",
-        lambda device, length=1: torch.zeros(length, dtype=torch.int32, device=device),
-    )  # fmt: skip
-    before = EAGER.forward(q, Keys(k.flip(1), v.flip(1), block), score) if carried else None
-    copy = None if before is None else Partial(*(x.clone() for x in before))
-    got = hopper_forward.forward(q, Keys(k, v, block), score, before, finalize)
-    wanted = EAGER._forward(q, Keys(k, v, block), score, copy, finalize)
-    assert [x.shape[-1] for x in launches] == [256, 256]
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y)
+def test_without_clusters_head_dim_512_runs_on_the_portable_kernel(monkeypatch):
+    monkeypatch.setattr(hopper_forward, "CLUSTERS", False)
+    q, k, v = make_inputs(seq_q=40, seq_k=40, dim=512)
+    assert "needs clusters" in hopper_forward.unsupported(q, k, v, simple(512))
+    assert "clusters" not in str(hopper_forward.unsupported(q[..., :256], k[..., :256], v[..., :256], simple(256)))
+    with pytest.raises(ValueError, match=r"head dim 512 needs clusters .* which Triton"):
+        choose("hopper", q, k, v, simple(512))
 
 
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
@@ -430,7 +400,9 @@ def test_divided_query_tiles(dims, case, monkeypatch):
     divisions = []
     monkeypatch.setattr(hopper_forward, "MOST_KEYS", 0)
     monkeypatch.setattr(
-        hopper_forward, "divide_last", lambda *args: divisions.append(forward_work.divide_last(*args)) or divisions[-1]
+        hopper_forward,
+        "divide_last",
+        lambda *args: divisions.append(hopper_forward.divide_last(*args)) or divisions[-1],
     )
     x = make_problem(DIVIDED[case], torch.bfloat16, 47, dims)
     x = x._replace(chunks=[(part, on_host(block)) for part, block in x.chunks], whole=on_host(x.whole))
@@ -454,9 +426,9 @@ def test_whole_and_divided_query_tiles():
     """150 query tiles for 132 processors: 18 of them are divided, in a graph as well."""
     q, k, v = make_inputs(seq_q=128 * 25, seq_k=4000, heads=6)
     block = on_host(make_block(*full(128 * 25, 4000), 4000))
-    division = forward_work.divide_last(block, 128, 128, 6, work.processors(q), 0.005)
+    division = hopper_forward.divide_last(block, 128, 128, 6, tile_scheduler.processors(q), 0.005)
     assert division is not None
-    assert division.undivided == work.processors(q)
+    assert division.undivided == tile_scheduler.processors(q)
     got = BACKEND.output(q, Keys(k, v, block), simple(128))
     whole = BACKEND.output(q, Keys(k, v, make_block(*full(128 * 25, 4000), 4000)), simple(128))
     torch.testing.assert_close(got[1], whole[1], rtol=1e-6, atol=1e-6)
@@ -474,7 +446,7 @@ def test_whole_and_divided_query_tiles():
 @pytest.mark.parametrize("key_tiles", [1, 3, 16, 128, 513])
 def test_division_of_the_last_query_tiles(query_tiles, key_tiles):
     """It takes less time than turns of whole query tiles, by steps of key tiles, and its memory is bounded."""
-    division = forward_work.best_division(query_tiles, key_tiles, 132, 0.005)
+    division = hopper_forward.best_division(query_tiles, key_tiles, 132, 0.005)
     last = query_tiles % 132
     if last == 0 or key_tiles < 4:
         assert division is None
@@ -483,7 +455,7 @@ def test_division_of_the_last_query_tiles(query_tiles, key_tiles):
         assert division.all_parts == division.parts * last <= 3 * 132
         assert 2 * division.parts <= key_tiles
         turns = -(-division.all_parts // 132)
-        assert turns * (key_tiles / division.parts + forward_work.STEPS_OF_A_PART) < key_tiles
+        assert turns * (key_tiles / division.parts + hopper_forward.STEPS_OF_A_PART) < key_tiles
     assert (division is not None) == ((query_tiles, key_tiles) in WORTH_DIVIDING)
 
 
@@ -496,11 +468,11 @@ WORTH_DIVIDING = {
 @pytest.mark.parametrize("mask", [causal, window])
 def test_query_tiles_that_differ_are_not_divided(mask):
     block = on_host(make_block(*mask(2000, 6000), 6000))  # causal: 32 to 47 tiles of keys
-    assert forward_work.divide_last(block, 128, 128, 2, 132, 0.005) is None
+    assert hopper_forward.divide_last(block, 128, 128, 2, 132, 0.005) is None
     block = on_host(make_block(*full(2000, 2000), 2000))
-    assert forward_work.divide_last(block, 128, 128, 2, 132, 0.005) is not None
+    assert hopper_forward.divide_last(block, 128, 128, 2, 132, 0.005) is not None
     ordered = replace(block, ordered=True)  # its bits would depend on how many query tiles there are
-    assert forward_work.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
+    assert hopper_forward.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
 
 
 @pytest.mark.parametrize(("mask", "consumers"), [
@@ -518,7 +490,7 @@ def test_where_a_cta_has_one_consumer(mask, consumers):
     start, end = (torch.cat([torch.zeros(1, 94_000, dtype=torch.int32), x], 1) for x in (block.start, block.end))
     positions = torch.arange(100_000, dtype=torch.int32)
     unseen = Block(start, end, positions, block.positions_k, (100_000,), (6000,))
-    assert work.mean_keys(unseen) == work.mean_keys(block)
+    assert tile_scheduler.mean_keys(unseen) == tile_scheduler.mean_keys(block)
 
 
 @needs_hopper
@@ -984,18 +956,19 @@ def test_spans_of_consumers(monkeypatch, mask, differ, segments):
     rows, span = block.query_tiles(192, size)
     start, end = block.start[0].tolist(), block.end[0].tolist()
     numbers = start + end
-    monkeypatch.setattr(forward_consumer.gl, "load", lambda at, mask, other: numbers[at] if mask else other)
-    monkeypatch.setattr(forward_consumer.gl, "minimum", min)
-    monkeypatch.setattr(forward_consumer.gl, "maximum", max)
-    monkeypatch.setattr(forward_consumer, "number_of", lambda info, i: info[i])
-    monkeypatch.setattr(forward_consumer, "ROWS", 64)
+    monkeypatch.setattr(forward_kernel.gl, "load", lambda at, mask, other: numbers[at] if mask else other)
+    monkeypatch.setattr(forward_kernel.gl, "minimum", min)
+    monkeypatch.setattr(forward_kernel.gl, "maximum", max)
+    monkeypatch.setattr(forward_kernel, "number_of", lambda info, i: info[i])
+    monkeypatch.setattr(forward_kernel, "ROWS", 64)
+    tensors, sizes = types.SimpleNamespace(start_ptr=0, end_ptr=seq), types.SimpleNamespace(batch_stride=0)
     left_out = 0
     for (first_row, past_row), (begin, _, _, stop) in zip(rows.tolist(), span[0].tolist(), strict=True):
         last = max(stop, begin + size) - size
         slot = types.SimpleNamespace(load=lambda _, info=(first_row, past_row, *[0] * 6): info)
         for c in range(3):
-            outer = forward_consumer._outer_rows.fn(slot, c, 0, seq, 0, True)
-            first, past, full_begin, full_end = forward_consumer._own_span.fn(outer, last, begin, size)
+            outer = forward_kernel._outer_rows.fn(slot, c, tensors, sizes, True)
+            first, past, full_begin, full_end = forward_kernel._own_span.fn(outer, last, begin, size)
             assert begin <= first < past <= last + size
             assert first <= full_begin <= full_end <= past
             assert all(x % size == 0 for x in (first, full_begin, full_end, past))
@@ -1040,8 +1013,8 @@ def test_own_keys_are_in_the_chunk_or_in_whole_tiles(seed):
 
 def test_table_is_made_once_and_heaviest_first():
     block = make_block(*causal(1000, 1000), 1000)
-    table, start, end = forward_work.query_tile_table(block, 128, 128, block.start.device)
-    assert forward_work.query_tile_table(block, 128, 128, block.start.device)[0] is table
+    table, start, end = hopper_forward.query_tile_table(block, 128, 128, block.start.device)
+    assert hopper_forward.query_tile_table(block, 128, 128, block.start.device)[0] is table
     assert (table[0, :, 5] - table[0, :, 2]).diff().le(0).all()
     assert start.is_contiguous()
     assert end.is_contiguous()
@@ -1066,9 +1039,9 @@ def test_balance_of_unequal_documents(heads):
     seq, workers, tile = 16384, 132, (128, 128)
     lengths = tuple(past - first for first, past in itertools.pairwise(bounds("published", seq, seed=2)))
     block = on_host(make_block(*documents(seq, seq, lengths=lengths), seq))
-    table, *_ = forward_work.query_tile_table(block, *tile, torch.device("cpu"))
+    table, *_ = hopper_forward.query_tile_table(block, *tile, torch.device("cpu"))
     weights = ((table[0, :, 5] - table[0, :, 2]) / 128 + 2.0).tolist()
-    longest = work.heads_of_longest(block.query_tiles(*tile), workers)
+    longest = tile_scheduler.heads_of_longest(block.query_tiles(*tile), workers)
 
     def time_over_least(longest):
         order = work_order(len(weights), heads, workers, longest)
@@ -1082,10 +1055,10 @@ def test_balance_of_unequal_documents(heads):
 def test_long_tiles_do_not_make_a_kernel_wait_for_the_last_keys():
     """Keys that come from other ranks come head by head: half of the heads, in a short row too, before all others."""
     for tiles, heads in ((32, 32), (64, 32), (128, 16)):
-        group, early = forward_work.head_sweeps(tiles, heads, 132, longest=50.0, arriving=True)
+        group, early = hopper_forward.head_sweeps(tiles, heads, 132, longest=50.0, arriving=True)
         assert early >= heads // 2 > 0
         assert early % group == 0
-        assert forward_work.head_sweeps(tiles, heads, 132, longest=50.0) == (group, 0)
+        assert hopper_forward.head_sweeps(tiles, heads, 132, longest=50.0) == (group, 0)
 
 
 def test_longest_tile_counts_where_tiles_differ():
@@ -1098,13 +1071,13 @@ def test_longest_tile_counts_where_tiles_differ():
     packed = documents(seq, seq, lengths=(2048, *(128,) * 16))
     for mask in ((start, end), window(seq, seq), short[0], batch):
         block = on_host(make_block(*mask, seq))
-        assert work.heads_of_longest(block.query_tiles(*tile), 132) == 0.0
-        assert work.heads_of_longest(block.key_tiles(*tile), 132) == 0.0
+        assert tile_scheduler.heads_of_longest(block.query_tiles(*tile), 132) == 0.0
+        assert tile_scheduler.heads_of_longest(block.key_tiles(*tile), 132) == 0.0
     tiles = sum(range(1, 17)) + 16  # of pairs of 128 x 128
     for mask in (packed, (torch.cat([start, packed[0]]), torch.cat([end, packed[1]]))):
         block = on_host(make_block(*mask, seq))
-        assert work.heads_of_longest(block.query_tiles(*tile), 132) == pytest.approx(16 * 132 / tiles)
-        assert work.heads_of_longest(block.key_tiles(*tile), 132) == pytest.approx(16 * 132 / tiles)
+        assert tile_scheduler.heads_of_longest(block.query_tiles(*tile), 132) == pytest.approx(16 * 132 / tiles)
+        assert tile_scheduler.heads_of_longest(block.key_tiles(*tile), 132) == pytest.approx(16 * 132 / tiles)
 
 
 @pytest.mark.parametrize("seq", [100, 2048, 4096, 32768])
@@ -1118,7 +1091,7 @@ def test_heads_come_in_order(seq, heads):
 
 def work_order(tiles, heads, workers, longest=0.0):
     """Yield head and row of the tile table for each number of the work counter, as ``_tile_info`` computes them."""
-    group, early = forward_work.head_sweeps(tiles, heads, min(workers, tiles * heads), longest)
+    group, early = hopper_forward.head_sweeps(tiles, heads, min(workers, tiles * heads), longest)
     for number in range(tiles * heads):
         first = min(number // (group * tiles) * group, early)
         together = group if first < early else heads - early

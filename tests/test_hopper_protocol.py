@@ -19,7 +19,8 @@ from play import Play, Ring, Slot, mbarriers
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.contract import Block
-from ringattn.kernels.hopper import forward_consumer, forward_producer
+from ringattn.kernels.hopper import forward_kernel
+from ringattn.kernels.hopper.forward_kernel import Arrival, Inputs, Options, Rows, Score, Shared, Sizes, Work
 
 ROWS, STAGES, Q_BUFFERS = 64, 2, 2
 NO_LAYOUT = types.SimpleNamespace(layout=None)
@@ -61,23 +62,22 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
     mbarrier = types.SimpleNamespace(
         wait=lambda bar, phase: bar.wait(phase), arrive=lambda bar, count: bar.arrive(), expect=lambda *_: None
     )
-    for module in (forward_consumer, forward_producer):
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                monkeypatch.setattr(module, name, value.fn)
-        for name, value in dict(
-            gl=gl, mbarrier=mbarrier, barrier_sync=play.barrier_sync, FREE_BARRIERS=5, SLOTS=4, ROWS=ROWS, INFO=8,
-            INFO_LAYOUT=None, number_of=lambda info, i: info[i], buffer_of=lambda i, n: (i % n, i // n & 1),
-        ).items():  # fmt: skip
-            monkeypatch.setattr(module, name, value, raising=False)
+    for name, value in list(vars(forward_kernel).items()):
+        if isinstance(value, JITFunction):
+            monkeypatch.setattr(forward_kernel, name, value.fn)
+    for name, value in dict(
+        gl=gl, mbarrier=mbarrier, barrier_sync=play.barrier_sync, FREE_BARRIERS=5, SLOTS=4, ROWS=ROWS, INFO=8,
+        INFO_LAYOUT=None, number_of=lambda info, i: info[i], buffer_of=lambda i, n: (i % n, i // n & 1),
+    ).items():  # fmt: skip
+        monkeypatch.setattr(forward_kernel, name, value)
 
     def scores(q, _, stage, layout):
         query, key = play.read(("q", q), ("k", stage))
         return types.SimpleNamespace(query=query, key=key)
 
-    def changed(s, c2, changes, column, fixed):
+    def changed(s, score, column, fixed):
         assert s.key[2] == column, "scores of another key tile"
-        return s, c2
+        return s, score.scale
 
     def multiply(p, stage, acc, is_async):
         (value,) = play.read(("v", stage))
@@ -89,17 +89,13 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         play.wait(pending)
         return deps[0] if len(deps) == 1 else tuple(deps)
 
-    def store(acc, m, l, slot, *rest):
-        c = rest[8]
+    def store(acc, m, l, slot, rows, sizes, out, c, options):
         info = slot.load(None)
         assert all(p.query == (info[6], info[0] + c * ROWS, info[7]) for p in acc), "queries of another tile"
         assert all(p.key[:2] == (info[6], info[7]) for p in acc), "keys of another head"
         with play.changed:
             stored.append((infos.index(info), c, [p.key[2] for p in acc]))
 
-    span_of = vars(forward_consumer)["span_of"].__globals__
-    monkeypatch.setitem(span_of, "number_of", lambda info, i: info[i])
-    monkeypatch.setitem(span_of, "gl", gl)
     for name, value in dict(
         barrier_arrive=play.barrier_arrive, _scores=scores, _q_pieces=lambda _, i: i, changed=changed,
         _q_again=lambda _, at, late: at, hide=lambda s, *_: s, softmax=lambda s, m, l, *_: (m, l, None, s),
@@ -110,43 +106,39 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         tma=types.SimpleNamespace(store_wait=lambda _: None),
         alibi_product=types.SimpleNamespace(is_product=lambda _: False),
     ).items():  # fmt: skip
-        monkeypatch.setattr(forward_consumer, name, value)
+        monkeypatch.setattr(forward_kernel, name, value)
 
     def load_pieces(desc, tiles, full, batch, row, head, i):
         play.copy(desc, i, (batch, row, head) if desc == "q" else (batch, head, row), full.index(i))
 
-    def load_values(desc, tiles, full, batch, row, head, i):
-        play.copy(desc, i, (batch, head, row), full.index(i))
+    def load_values(desc, shared, batch, row, head, i):
+        play.copy(desc, i, (batch, head, row), shared.v_full.index(i))
 
     taken = iter(range(len(infos) + 1))
     for name, value in dict(
-        take_number=lambda *_: next(taken), tile_info=lambda _, w, *rest: infos[w],
+        take_number=lambda *_: next(taken), tile_info=lambda _, w: infos[w],
         _load_pieces=load_pieces, _load_values=load_values,
     ).items():  # fmt: skip
-        monkeypatch.setattr(forward_producer, name, value)
+        monkeypatch.setattr(forward_kernel, name, value)
 
     tile = types.SimpleNamespace(shape=[STAGES, 1, size, 1, 64], dtype=None)
     q_full, q_free, k_full, v_full, info_full = (
         mbarriers(play, n) for n in (Q_BUFFERS * consumers, Q_BUFFERS * consumers, STAGES, STAGES, 4)
     )
     info_s = Ring(Slot(play) for _ in range(4))
-    shared = None, (tile,), tile
-    produce = (
-        "q", "k", "v", (), None, None, (), None, *shared, info_s, q_full, q_free, k_full, v_full, info_full,
-        len(tiles), 2, 2, 1, 1, 2, 0,
+    shared = Shared(None, (tile,), tile, None, info_s, q_full, q_free, k_full, v_full, info_full)
+    inputs, arrival = Inputs("q", "k", "v", ()), Arrival(None, None, None)
+    work = Work(None, 0, None, len(tiles), 2, q_heads=2, ratio=1, group=1, early=2)
+    rows, sizes = Rows(*(None,) * 9, start_ptr=0, end_ptr=seq), Sizes(seq, 2, 0)
+    options = Options(
+        consumers, STAGES, Q_BUFFERS, DV=64, HAS_STATE=False, HAS_SINK=False, FINALIZE=True, STAGED=True, PERIOD=0,
+        FIXED=None,
     )  # fmt: skip
-    consume = (
-        *(None,) * 9, 0, seq, *shared, None, info_s, q_full, q_free, k_full, v_full, info_full, seq, 2, 0, 1.0, None,
-        None, (),
-    )  # fmt: skip
+    consume = rows, shared, sizes, Score(1.0, None, ()), (), options
     workers = {
-        "producer": lambda: forward_producer.producer(
-            produce, consumers, size, STAGES, Q_BUFFERS, False, False
-        ),
-        **{f"consumer {c}": functools.partial(
-            forward_consumer.consumer, consume, c, consumers, STAGES, Q_BUFFERS, 64, False, False, True, True, 0, None)
-           for c in range(consumers)},
-    }  # fmt: skip
+        "producer": functools.partial(forward_kernel._producer, inputs, work, (), arrival, shared, options, size),
+        **{f"consumer {c}": functools.partial(forward_kernel._consumer, c, *consume) for c in range(consumers)},
+    }
     play.perform(workers)
     return stored, infos, block
 

@@ -1,4 +1,4 @@
-"""docs/idea: every number in idea.md is what the code gives, the notebook is the page, and four ranks equal one."""
+"""docs/start/idea: numbers in idea.md are what the code gives, the notebook is the page, four ranks equal one."""
 
 import doctest
 import re
@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from docs.idea import notebook
-from docs.idea import streaming as S
+from docs.start.idea import notebook
+from docs.start.idea import streaming as S
 
 ROOT = Path(__file__).resolve().parents[1]
-IDEA = ROOT / "docs" / "idea"
+IDEA = ROOT / "docs" / "start" / "idea"
 PAGE = (IDEA / "idea.md").read_text()
 
 
 def test_python_examples_of_the_page(monkeypatch):
     monkeypatch.syspath_prepend(str(IDEA))  # the page is read in its own folder
     blocks = re.findall(r"```pycon\n(.*?)```", PAGE, re.DOTALL)
-    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "docs/idea/idea.md", None, 0)
+    test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, "docs/start/idea/idea.md", None, 0)
     failed, tried = doctest.DocTestRunner().run(test)
     assert tried >= 25
     assert failed == 0
 
 
 def test_the_notebook_is_generated_from_the_page():
-    assert (IDEA / "idea.ipynb").read_text() == notebook.text(), "run python -m docs.idea.notebook"
+    assert (IDEA / "idea.ipynb").read_text() == notebook.text(), "run python -m docs.start.idea.notebook"
 
 
 @pytest.mark.timeout(600)
@@ -48,7 +48,7 @@ def test_the_notebook_runs_in_its_folder_and_gives_the_outputs_of_the_page(monke
 
 
 def test_four_ranks_equal_one(pools):
-    from docs.idea.four_ranks import differences
+    from docs.start.idea.four_ranks import differences
 
     for rank in pools(4).run(differences):
         assert set(rank) == {"ring by hand", "all-reduce by hand", "ringattn"}
@@ -84,7 +84,7 @@ def test_bold_numbers_of_the_worked_examples(heading, s, v, chunk):
 
 def test_memory_table_agrees_with_a_measurement():
     """Two rows measured again; the others and the ratio follow from 12 bytes per entry of the matrix."""
-    explain = pytest.importorskip("docs.idea.explain")
+    explain = pytest.importorskip("docs.start.idea.explain")
     cells = re.findall(r"^\| (\d+k?) \| ([\d.,]+) \| ([\d.,]+) \| ([\d,]+) \| ", PAGE, re.MULTILINE)
     table = {int(n.removesuffix("k")) * (1024 if n.endswith("k") else 1): row for n, *row in cells}
     table = {n: [float(x.replace(",", "")) for x in row] for n, row in table.items()}

@@ -120,7 +120,8 @@ def test_no_arrow_points_up() -> None:
             used = {n if n in others else n.split(".")[0] for n in GRAPH[name]}
             assert used <= others | {folder}, name
     assert GRAPH["reference"] <= {"mask", "masks", "masks.intervals"}
-    assert not GRAPH["plans"] & (DATAFLOWS | PEER | {"request", "verify", "functional", "operators"})
+    users = {name for name in MODULES if name.split(".")[0] in ("dataflow", "peer", "tokens", "training", "generation")}
+    assert not GRAPH["plans"] & (users | {"choosing", "factory", "functional", "mask", "operators", "verify"})
     for name in DATAFLOWS:
         assert not GRAPH[name] & ({"functional", "operators", "request", "mask", "virtual"} | GENERATION), name
     for name in PEER:
@@ -156,7 +157,7 @@ def test_one_function_chooses_how_keys_travel() -> None:
     assert asked == {"dataflow.gather.transfer_of", "dataflow.tiles.relayed"}  # tiles move by messages only
 
 
-def test_the_books_of_a_cache_know_no_device() -> None:
+def test_the_allocator_of_a_cache_knows_no_device() -> None:
     for name in ("generation.slots", "generation.tokens", "generation.pages"):
         assert GRAPH[name] <= GENERATION, name
         assert "torch" not in outside(MODULES[name], name), name
@@ -169,7 +170,11 @@ def test_the_transport_knows_no_attention() -> None:
     assert GRAPH["agreement"] == {"errors"}
     assert GRAPH["peer.link"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog"}
     for name in (n for n in MODULES if n.startswith("transport")):
-        assert GRAPH[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {"agreement", "errors"}, name
+        assert GRAPH[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {
+            "agreement",
+            "errors",
+            "memo",
+        }, name
 
 
 def test_the_watchdog_needs_the_standard_library_only() -> None:
@@ -352,6 +357,21 @@ def test_every_module_can_be_imported_without_triton() -> None:
         + "print('all')"
     )
     assert said.strip().split("\n")[-1] == "all"
+
+
+def test_an_import_loads_what_plan_and_attention_need() -> None:
+    count = "print(sum(m.split('.')[0] == 'ringattn' for m in sys.modules))"
+    said = run(
+        f"import sys, ringattn; {count}\n"
+        "assert all(getattr(ringattn, name) is not None for name in ringattn.__all__)\n"
+        "print(ringattn.virtual.__name__, set(ringattn.__all__) <= set(dir(ringattn)))\n"
+        "try: ringattn.atention\n"
+        "except AttributeError as e: print(e)\n"
+    )
+    first, names, error = said.strip().split("\n")
+    assert int(first) <= 60
+    assert names == "ringattn.virtual True"
+    assert "no attribute 'atention'; it has CacheFull" in error
 
 
 def test_an_integration_says_what_to_install() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, Dense, any_case
-from hypothesis import given, settings
+from hypothesis import given
 from kernel_contract import CASES, Problem, make_problem, refusals, use_small_tiles
+from suite import examples
 from torch import Tensor
 
 import ringattn
@@ -59,7 +60,7 @@ def test_over_ranks(dataflow: str) -> None:
     check(2, Case(cu_seqlens=(0, 9, 33), causal=True, softmax_scale=-0.7, **how))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(any_case())
 def test_any_case(case: tuple[int, Case]) -> None:
     check(*case)

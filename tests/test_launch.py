@@ -17,7 +17,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
-from ringattn.kernels import direct_launch, launch
+from ringattn.kernels import direct_launch, launch, launch_paths
 from ringattn.kernels.launch import Launches, dispatch
 
 
@@ -120,7 +120,7 @@ def test_kernels_do_not_share() -> None:
     assert [len(k.compiled) for k in (first, second)] == [1, 1]
 
 
-@pytest.mark.skipif(not launch.CLUSTERS, reason="this Triton packs the metadata in another way")
+@pytest.mark.skipif(not launch_paths.clusters(), reason="this Triton packs the metadata in another way")
 def test_clusters_are_compiled_as_single_ctas_and_launched_as_clusters() -> None:
     """Also those that are compiled for later, and none by Triton, which would launch single CTAs."""
     kernel, x = Kernel(), torch.zeros(64)
@@ -250,7 +250,7 @@ class Descriptor(View):
         self.shape, self.strides, self.padding = Descriptor.shape, Descriptor.strides, Descriptor.padding
 
 
-@pytest.mark.skipif(not direct_launch.TRITON_3_6, reason="the order of arguments is that of Triton 3.6")
+@pytest.mark.skipif(not launch_paths.direct(), reason="this Triton passes arguments in another way")
 def test_a_direct_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[int] = []
 

@@ -222,6 +222,7 @@ def run_to_the_end(commands: list[list[str]], out: Path, hosts: list[dict[str, s
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is named lo on Linux")
 
 
+@pytest.mark.long
 @linux
 def test_two_agents_meet_and_train_to_the_end(tmp_path: Path) -> None:
     hosts = [{"HOSTS": "2", "HEAD": f"127.0.0.1:{free_port()}", "RANKS": "1"} for _ in range(2)]
@@ -232,6 +233,7 @@ def test_two_agents_meet_and_train_to_the_end(tmp_path: Path) -> None:
     assert "2 ranks and one process differ by at most" in text
 
 
+@pytest.mark.long
 @linux
 def test_accelerate_trains_to_the_end(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="pip install accelerate")

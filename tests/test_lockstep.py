@@ -1,13 +1,13 @@
 """Ranks in different calls: each of them ends with an error that says which calls these are.
 
-Every job has a group of its own, whose ranks wait for each other for ``LIMIT`` seconds, and returns its error.
+Every job has a group of its own and returns its error. Ranks wait for each other for longer than their pool waits for
+them, so that an error which comes with the time limit is none in time.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import virtual
+from ringattn import request, virtual
 from ringattn.errors import Desynchronized
 from ringattn.transport import lockstep
 from ringattn.transport.group import GroupTransport
 from ringattn.transport.lockstep import Calls
 
-LIMIT = 20.0
+LIMIT = 600.0  # seconds
 SEQ, HEADS, DIM = 16, 2, 8
 
 
@@ -47,12 +47,10 @@ def make(checks: bool = False) -> tuple[ringattn.Plan, torch.Tensor]:
 
 
 def error_of(job: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    """Return the kind and the text of the error of a job, which must come long before the time limit."""
-    began = time.monotonic()
+    """Return the kind and the text of the error of a job."""
     try:
         job(*args)
     except Exception as error:
-        assert time.monotonic() - began < LIMIT / 2
         return type(error).__name__, str(error)
     return "", "no error"
 
@@ -236,18 +234,17 @@ def test_an_argument_error_of_decode(pools: Callable[[int], Pool], world_size: i
 
 def another_version() -> tuple[str, str]:
     """Make a plan where rank 1 has another version of the library."""
-    planning = ringattn.request
-    version = planning.VERSION
-    planning.VERSION += dist.get_rank()
+    version = request.VERSION
+    request.VERSION += dist.get_rank()
     try:
         return error_of(make)
     finally:
-        planning.VERSION = version
+        request.VERSION = version
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_versions_of_the_library_that_differ_are_named(pools: Callable[[int], Pool], world_size: int) -> None:
-    version = ringattn.request.VERSION
+    version = request.VERSION
     for kind, text in pools(world_size).run(another_version):
         assert kind == "Disagreement"
         assert f"version is {version} on ranks [0], {version + 1} on ranks [1]" in text

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 from torch import Tensor
 
 from ringattn.kernels import long_sums
@@ -55,7 +56,7 @@ def drawn_blocks(draw: st.DrawFn) -> Block:
 
 @pytest.mark.usefixtures("short")
 @given(drawn_blocks(), st.integers(1, 9))
-@settings(max_examples=200)
+@examples(200)
 def test_pieces_hold_every_visible_pair_once(block: Block, heads: int) -> None:
     keys = torch.arange(block.seq_k)
     seen = (block.start[..., None] <= keys) & (keys < block.end[..., None])
@@ -91,7 +92,7 @@ def gradients(block: Block, score: Score, tensors: list[Tensor], into: bool, det
 
 
 @given(drawn_blocks(), st.booleans(), st.booleans(), st.integers(0, 2**20))
-@settings(max_examples=50)
+@examples(50)
 def test_gradients_are_those_of_one_piece(block: Block, into: bool, deterministic: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch = block.start.shape[0]

@@ -43,6 +43,7 @@ def run_with_error(arguments: list[str]) -> int:
         ALL_ATTENTION_FUNCTIONS.register(ringattn.hf.NAME, attend)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_curves_agree_unless_a_rank_is_wrong(pools, world_size: int, tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"

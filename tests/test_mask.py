@@ -10,8 +10,9 @@ from typing import Any
 import cases
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 from torch import Tensor
 
 import ringattn
@@ -106,7 +107,7 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(trees())
-@settings(max_examples=200)
+@examples(200)
 def test_trees(drawn: tuple[list[int], list[int]]) -> None:
     mask, visible = masks.tree(*drawn), cases._tree(*map(tuple, drawn))
     assert torch.equal(mask.dense()[0], visible)
@@ -133,7 +134,7 @@ def two_masks(draw: st.DrawFn) -> tuple[tuple[Mask, Tensor], tuple[Mask, Tensor]
 
 
 @given(two_masks())
-@settings(max_examples=400)
+@examples(400)
 def test_unions_mean_what_the_definition_says(drawn: tuple[tuple[Mask, Tensor], tuple[Mask, Tensor]]) -> None:
     (a, visible_a), (b, visible_b) = drawn
     rows = max(a.rows, b.rows)
@@ -156,7 +157,7 @@ def test_unions_mean_what_the_definition_says(drawn: tuple[tuple[Mask, Tensor], 
 
 
 @given(two_masks(), st.sampled_from(sorted(layouts.LAYOUTS)), st.integers(1, 5))
-@settings(max_examples=150)
+@examples(150)
 def test_seen_keys_of_unions_are_exact(drawn: Any, layout: str, ranks: int) -> None:
     (a, visible_a), (b, visible_b) = drawn
     if bool((visible_a & visible_b).any()):
@@ -170,7 +171,7 @@ def test_seen_keys_of_unions_are_exact(drawn: Any, layout: str, ranks: int) -> N
 
 
 @given(trees(), st.integers(0, 5), st.integers(0, 4), st.integers(1, 4))
-@settings(max_examples=100)
+@examples(100)
 def test_sinks_diffusion_and_intervals(drawn: tuple[list[int], list[int]], count: int, left: int, size: int) -> None:
     n = sum(drawn[1])
     i, j = keys_and_queries(n, n)
@@ -203,7 +204,7 @@ def slices(draw: st.DrawFn, n: int, keys: int) -> list[tuple[tuple[int, int], tu
 
 
 @given(st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_slices_mean_what_the_definition_says(data: st.DataObject) -> None:
     n, keys = data.draw(st.integers(1, 24)), data.draw(st.integers(0, 24))
     drawn = data.draw(slices(n, keys))
@@ -258,7 +259,7 @@ def across(draw: st.DrawFn, n: int, keys: int) -> tuple[Mask, Tensor]:
 
 
 @given(mask_and_meaning())
-@settings(max_examples=300)
+@examples(300)
 def test_intervals_mean_what_the_definition_says(drawn: tuple[Mask, Tensor]) -> None:
     mask, visible = drawn
     assert torch.equal(mask.dense().expand(max(mask.rows, len(visible)), -1, -1), visible.expand(mask.rows, -1, -1))
@@ -280,7 +281,7 @@ def test_most_keys_that_a_query_sees() -> None:
 
 
 @given(mask_and_meaning(), st.sampled_from(sorted(layouts.LAYOUTS)), st.integers(1, 6))
-@settings(max_examples=300)
+@examples(300)
 def test_seen_keys_are_exact(drawn: tuple[Mask, Tensor], layout: str, ranks: int) -> None:
     mask, visible = drawn
     shards = layouts.LAYOUTS[layout](mask, ranks, ranks)

@@ -32,8 +32,8 @@ from simulated_gpus import Deadlock, Shared, Stream, World, _Torch, alias, reach
 from ringattn.kernels.contract import Result
 from ringattn.kernels.launch import dispatch
 from ringattn.kernels.paged import eager, finish, meet
-from ringattn.kernels.paged.contract import part
 from ringattn.kernels.paged.meet import FLAG, PROGRAMS, RECEIVE, SEND, Mailboxes
+from ringattn.kernels.paged.operands import part
 from ringattn.kernels.triton.primitives import INTERPRETED
 from ringattn.peer import link as memory
 from ringattn.peer import mailbox as mailboxes

@@ -119,6 +119,7 @@ def differences() -> dict[str, float]:
     return {name: worst(run(change), want) for name, change in changes.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_every_switch_leaves_loss_and_gradients_as_they_were(pools, world_size: int) -> None:
     for found in pools(world_size).run(differences):
@@ -659,7 +660,7 @@ def test_virtual_ranks_attend_by_groups_of_heads() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_the_page_says_what_the_planner_does(gpus: int) -> None:
-    page = (Path(__file__).parent.parent / "docs/use/longest.md").read_text()
+    page = (Path(__file__).parent.parent / "docs/how-to/longest.md").read_text()
     for gib in (80, 139):
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {gpus} x {gib} GiB |"))
         listed = [float(n.replace(",", "")) for n in re.findall(r"([\d,]+)k", row)]

@@ -76,7 +76,7 @@ def test_a_disagreement_is_raised_by_every_rank_at_the_first_use(pools: Callable
     assert "on ranks [1]" in bad
     assert bad.endswith(
         "every rank must pass the same. The ranks of the group share each row, so they must read the "
-        "same rows: see docs/use/ranks.md"
+        "same rows: see docs/why/ranks.md"
     )
     assert again == bad, "a plan that ranks do not share must not be used later, either"
     assert [fine, fine_again, third] == ["(1, 24, 2, 8)"] * 3
@@ -132,7 +132,7 @@ def test_an_agreement_is_not_waited_for_before_the_first_use() -> None:
 
 
 def test_a_plan_that_was_made_ahead_has_its_blocks() -> None:
-    for dataflow in ringattn.request.dataflows():
+    for dataflow in ringattn.dataflows():
         plan = ringattn.plan(64, VirtualRank(1, 4), causal=True, dataflow=dataflow, wait=False)
         size = len(plan.memo)
         plan.flow.prepare(plan)
@@ -268,7 +268,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     from ringattn.kernels.contract import Keys, Queries, Score
     from ringattn.kernels.hopper import backward as hopper_backward
     from ringattn.kernels.hopper import forward as hopper_forward
-    from ringattn.kernels.hopper import work
+    from ringattn.kernels.hopper import tile_scheduler
     from ringattn.kernels.triton import backward as triton_backward
     from ringattn.kernels.triton import backward_inputs, begin
     from ringattn.kernels.triton import forward as triton_forward
@@ -304,7 +304,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
             for complete in (True, False) if ring and not first else (True,):
                 hopper_forward.forward(q, chunk, score, state, complete)
                 triton_forward.forward(q, chunk, score, state, complete)
-        split = work.split_groups(q, k, block)
+        split = tile_scheduler.split_groups(q, k, block)
         splits.add(split)
         queries = Queries(q, dout, lse, lse)
         for outputs, complete in ((None, False), (Outputs(q), False), (None, True)):
@@ -321,7 +321,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         sum_runs.sum_runs(sums, rows.float(), rows.float(), gradients, gradients.clone())
 
     counts: list[int] = []
-    splits: set[work.Split] = set()
+    splits: set[tile_scheduler.Split] = set()
     draw = random.Random(0)
     for batch in range(batches):
         total = draw.choice([512, 1024, 4097, 5000, 8192, 8193])

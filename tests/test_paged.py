@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged import eager
 from ringattn.kernels.paged.backends import BACKENDS, Paged, choose
-from ringattn.kernels.paged.contract import Call, tile_size
+from ringattn.kernels.paged.operands import Call, tile_size
 from ringattn.kernels.paged.quantize import dequantize, quantize
 
 CASES = [

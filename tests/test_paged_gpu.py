@@ -14,7 +14,7 @@ from ringattn.kernels.contract import Score
 from ringattn.kernels.launch import Launches
 from ringattn.kernels.paged import hopper
 from ringattn.kernels.paged.backends import BACKENDS
-from ringattn.kernels.paged.contract import Call
+from ringattn.kernels.paged.operands import Call
 from ringattn.kernels.paged.quantize import quantize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -15,7 +15,7 @@ import torch
 from paged_cases import Case
 
 from ringattn.kernels.contract import Score
-from ringattn.kernels.paged.contract import Call, empty_result
+from ringattn.kernels.paged.operands import Call, empty_result
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 

@@ -1,28 +1,34 @@
-"""README.md and docs/*.md: code runs, links lead somewhere, commands exist, and the map has every file."""
+"""README.md and docs/*.md: code runs, links lead somewhere, commands exist, and the map has every folder."""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import ringattn
-from ringattn import reference
-from scripts.ten_lines import HEAD_DIM, HEADS, SEQ, Layer
+from scripts import ten_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "kernels" / "NOTES.md", *sorted((ROOT / "docs").rglob("*.md"))]
-VOCABULARY = 31
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_readme_has_at_most_a_thousand_words() -> None:
     assert len(README.split()) <= 1000
+
+
+def test_numbers_has_at_most_three_thousand_words() -> None:
+    assert len((ROOT / "docs" / "numbers.md").read_text().split()) <= 3000
 
 
 def test_readme_has_no_commit_hashes() -> None:
@@ -33,35 +39,50 @@ def test_readme_has_no_commit_hashes() -> None:
 # --- The code of README --------------------------------------------------------------------------------
 
 
-def model() -> tuple[Tensor, nn.Module, nn.Module, list[Layer]]:
-    torch.manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (2, SEQ))
-    modules = nn.Embedding(VOCABULARY, HEADS * HEAD_DIM), nn.Embedding(SEQ, HEADS * HEAD_DIM), Layer(), Layer()
-    token, position, *layers = (m.double() for m in modules)
-    return tokens, token, position, layers  # type: ignore[return-value]
-
-
-def run_readme() -> Tensor:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    tokens, token, position, layers = model()
-    names = {"tokens": tokens, "layers": layers, "embed": lambda ids, at: token(ids) + position(at)}
+def run_readme() -> tuple[Tensor, Tensor]:
+    """The ten lines on the ranks of a pool in float64, and dense attention in this process."""
+    names: dict[str, Any] = {}
     start, dist.init_process_group = dist.init_process_group, lambda: None  # the pool has one
+    torch.set_default_dtype(torch.float64)
     try:
-        exec(compile(code, "README.md", "exec"), names)
+        exec(compile(ten_lines.code_of(README), "README.md", "exec"), names)
     finally:
         dist.init_process_group = start
-    return names["whole"].detach()  # type: ignore[attr-defined]
+        torch.set_default_dtype(torch.float32)
+    return names["whole"].detach(), ten_lines.dense(names).detach()
 
 
 def test_the_code_of_readme_gives_the_output_of_one_process(pools) -> None:  # type: ignore[no-untyped-def]
-    tokens, token, position, layers = model()
-    mask = ringattn.plan(SEQ, causal=True).mask
-    x = token(tokens) + position(torch.arange(SEQ))
-    for layer in layers:
-        x = layer.rest(x, reference.attention(*layer.qkv(x), mask)[0])
-    for whole in pools(3).run(run_readme):
-        torch.testing.assert_close(whole, x.detach(), rtol=1e-12, atol=1e-12)
+    for whole, want in pools(2).run(run_readme):
+        torch.testing.assert_close(whole, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_code_of_readme_runs_when_it_is_pasted_into_python() -> None:
+    code = ten_lines.code_of(README)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    result = subprocess.run(
+        [sys.executable, "-i", "-q"], input=code + "print(whole.shape)\n", cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert "Error" not in result.stderr, result.stderr
+    assert "torch.Size([1, 2048, 8, 64])" in result.stdout
+
+
+ADDRESS = "https://example.org/ringattn"
+
+
+@pytest.mark.parametrize("address", [None, ADDRESS])
+def test_links_and_pictures_of_readme_work_on_a_package_index(address: str | None) -> None:
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"](README, address, "1.2.3")
+    assert [block for block in README.split("```")[1::2] if block not in description] == []
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(description))
+    assert [link for link in links if not link.startswith("https://")] == []
+    if address:
+        assert f"![Speed against tokens per rank]({ADDRESS}/raw/v1.2.3/docs/why/scaling/speed" in description
+        assert f"[losses]({ADDRESS}/blob/v1.2.3/docs/why/losses.md)" in description
+        paths = [link.removeprefix(f"{ADDRESS}/").split("/", 2)[2] for link in links if link.startswith(ADDRESS)]
+        assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 # --- Links and commands of every page ------------------------------------------------------------------
@@ -125,12 +146,18 @@ def test_commands_are_found() -> None:
     assert {"scripts.show", "benchmarks.bench_scaling", "scripts/demo", "scripts/test"} <= commands(README)
 
 
-# --- The map of the files ------------------------------------------------------------------------------
+# --- The map of the folders ----------------------------------------------------------------------------
 
 
-def test_every_file_of_the_library_is_on_the_map() -> None:
+def test_the_map_has_every_folder_of_the_library_and_no_other() -> None:
     page = ROOT / "docs" / "map.md"
-    links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", page.read_text())}
-    files = [p for folder in ("ringattn", "kernels") for p in (ROOT / folder).rglob("*.py") if p.name != "__init__.py"]
-    assert len(files) > 40
-    assert sorted(str(p.relative_to(ROOT)) for p in files if p.resolve() not in links) == []
+    rows = re.findall(r"^\| \[([\w./-]+)\]\(([^)]+)\) \|", page.read_text(), re.M)
+    assert [name for name, link in rows if (page.parent / link).resolve() != ROOT / name] == []
+    named = [name for name, _ in rows]
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+    files = [path for folder in ("ringattn", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    link = ROOT / "ringattn" / "kernels"  # to kernels/
+    folders = {str(path.parent.relative_to(ROOT)) for path in files if link not in path.parents}
+    assert len(folders) > 10
+    assert sorted(folders - {*named}) == []
+    assert len(named) == len({*named})

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pool import on_ranks
+from suite import few
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -158,8 +159,8 @@ def _tensor_parallel(sizes: tuple[int, int, int], sequence: bool) -> tuple[float
     return ringattn.loss.reduced(loss, both, wrapper="averages").item(), gradients
 
 
-@pytest.mark.parametrize("world_size", on_ranks(4, 8))
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("world_size", few(on_ranks(4, 8)))
+@pytest.mark.parametrize("sequence", few([True, False]), ids=lambda sequence: "sequence" if sequence else "tensor")
 def test_data_context_and_tensor_parallel(pools, world_size, sequence) -> None:  # type: ignore[no-untyped-def]
     """Ranks of a tp group hold other heads of the same tokens; sequences are split over mesh["cp"] only."""
     sizes = (world_size // 4, 2, 2)

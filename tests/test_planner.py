@@ -1,11 +1,9 @@
-"""The planner: memory against what a step allocates, closed forms against plans, and the command."""
+"""The planner: memory against what a step allocates, time against what was measured, and the command."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,19 @@ import torch
 from live_bytes import moved, step
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from ringattn import dataflow as dataflows
 from ringattn import plan as plan_function
 from ringattn.predict import cost
+from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
 from ringattn.tools.planner import attention, hardware, memory
+from ringattn.tools.planner.attention import DATAFLOWS, Row
 from ringattn.tools.planner.command import main
 from ringattn.tools.planner.memory import Switches
 from ringattn.tools.planner.model_shapes import KINDS, MODELS, ModelShape, from_config, named
-from ringattn.tools.planner.simulate import DATAFLOWS, Setting, simulate
 from ringattn.tools.planner.training_step import Way, _pointwise
 from ringattn.tools.planner.training_step import step as step_of
-from ringattn.tools.planner.ways import Problem, judge, longest, saving, verdicts, way_of
+from ringattn.tools.planner.ways import MOST, Problem, judge, longest, saving, sizes, verdicts, way_of
 from ringattn.virtual import VirtualRank
 
 GIB = 2**30
@@ -94,36 +94,16 @@ def test_memory_is_what_was_measured(layers: int, tokens: int, gpus: int, gib: f
     assert said / GIB == pytest.approx(gib, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "heads"), [(1, (32, 8, 128)), (2, (16, 16, 64)), (3, (32, 8, 128)), (8, (32, 8, 128))]
-)
-def test_buffers_of_attention_are_those_of_a_plan(ranks: int, heads: tuple[int, int, int]) -> None:
-    shape = Shape(1, *heads)
-    ways = [("gather", True), ("gather", False), ("ring", False)]
-    for (dataflow, pulls), tokens, size in itertools.product(ways[2 * (ranks == 1) :], (256, 1 << 17), (33, 28)):
-        plan = plan_function(tokens * ranks, gpu(ranks, pulls), causal=True, dataflow=dataflow, buffer_bytes=1 << size)
-        said = sum(attention.memory(attention.Row(tokens, ranks, pulls, dataflow, 1 << size), shape))
-        assert said == plan.flow.memory_bytes(plan, shape, True), (dataflow, pulls, tokens, size)
-
-
-@pytest.mark.parametrize(("hosts", "local_size", "heads"), [(2, 2, (16, 16, 64)), (3, 4, (32, 8, 128))])
-def test_buffers_of_a_gather_by_node_are_those_of_a_plan(
-    hosts: int, local_size: int, heads: tuple[int, int, int]
-) -> None:
-    shape, ranks = Shape(1, *heads), hosts * local_size
-    nodes = tuple(tuple(range(i * local_size, (i + 1) * local_size)) for i in range(hosts))
-
-    class Linked(VirtualRank):
-        linked = nodes  # type: ignore[assignment]
-
-    for tokens, size in itertools.product((256, 1 << 15), (33, 28)):
-        rank = Linked(0, ranks)
-        rank.device = torch.device("cuda")
-        plan = plan_function(
-            tokens * ranks, rank, causal=True, dataflow="gather", buffer_bytes=1 << size, local_size=local_size
-        )
-        row = attention.Row(tokens, ranks, True, "gather", 1 << size, hosts)
-        assert sum(attention.memory(row, shape)) == plan.flow.memory_bytes(plan, shape, True), (tokens, size)
+@pytest.mark.parametrize("dataflow", DATAFLOWS)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_attention_keeps_is_a_part_of_what_a_backward_needs(hosts: int, dataflow: str) -> None:
+    row, shape = Row(1 << 12, hosts, 4, dataflow=dataflow), Shape()
+    kept, more = attention.memory(row, shape)
+    flow, plan = dataflows.choose(row.kind, False), attention._plan(row)
+    assert kept + more == flow.memory_bytes(plan, shape, True)
+    assert (kept > 0) == (row.kind == "gather" and not row.flat), "messages keep nothing"
+    if hosts == 1 and kept:  # as in a forward, and what three others push
+        assert kept == flow.memory_bytes(plan, shape, False) + 3 * row.tokens * shape.kv_elements * 4
 
 
 def test_the_longest_row_fits_and_no_longer_one() -> None:
@@ -205,86 +185,75 @@ def test_a_window_changes_nothing() -> None:
     assert memory.parts(replace(shape, window=4096), 1 << 16, switches) == memory.parts(shape, 1 << 16, switches)
 
 
-# Simulation
+# Time of attention
 
 
-def setting(hosts: int, local_size: int, tokens: int, **more: Any) -> Setting:
+def attention_ms(
+    dataflow: str, hosts: int, local_size: int, tokens: int, slow: Any = None, slow_link: Any = None, **costs: float
+) -> Candidate:
     made = hardware.cluster(f"{hosts}x{local_size}", "h200", "nvlink,ib400")
-    return Setting(tokens, hosts, local_size, Shape(), made.costs, **more)
+    row = Row(tokens, hosts, local_size, dataflow=dataflow, buffer_bytes=1 << 40)
+    return attention.time(row, Shape(), replace(made.costs, **costs), slow or {}, slow_link or {})
 
 
-@pytest.mark.parametrize(("hosts", "local_size", "tokens"), [(1, 8, 8192), (2, 4, 8192), (4, 8, 8192)])
-def test_the_simulation_is_near_the_cost_model(hosts: int, local_size: int, tokens: int) -> None:
-    n = hosts * local_size
-    made = setting(hosts, local_size, tokens)
-    flat, double = (
-        plan_function(tokens * n, gpu(n, hosts == 1), causal=True, layout="zigzag", local_size=size).choice.problem
-        for size in (None, local_size)
-    )
-    by_node = replace(double, pulls_inside=True)
-    problems = {"ring": flat, "double ring": double, "gather": replace(double, nodes=()), "gather by node": by_node}
-    for dataflow, problem in problems.items():
-        candidates = cost.choose(replace(problem, buffer_bytes=1 << 40), made.costs, "")
-        want = candidates.of("ring" if dataflow.endswith("ring") else "gather")
-        got = simulate(made, dataflow, layers=1)
-        # The cost model lets every step wait for the slowest link, as if ranks went in lockstep.
-        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15), dataflow
-        assert max(got.efficiency) <= 1, dataflow
-    if hosts > 1:  # the copies inside a node are what takes longest
-        slow = replace(made.costs, pull_gbs=20.0)
-        want = cost.choose(replace(by_node, buffer_bytes=1 << 40), slow, "").of("gather")
-        got = simulate(replace(made, costs=slow), "gather by node", layers=1)
-        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.15)
-
-
-def test_a_ring_starts_its_messages_step_by_step() -> None:
-    """A network of 100 Gb/s, on which a step that crosses it takes longer than its attention: others do not make up for
-    it, as a rank has one shard and the next one."""
-    costs = hardware.cluster("4x8", "h200", "nvlink,ib100").costs
-    for dataflow, size in (("ring", None), ("double ring", 8)):
-        problem = plan_function(8192 * 32, gpu(32, False), causal=True, layout="zigzag", local_size=size).choice.problem
-        want = cost.choose(problem, costs, "").of("ring")
-        got = simulate(Setting(8192, 4, 8, Shape(), costs), dataflow)
-        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), rel=0.06), dataflow
+def efficiency(dataflow: str, hosts: int, local_size: int, tokens: int) -> tuple[float, float]:
+    """Return the share of the speed of the attention alone: forward, and forward + backward."""
+    got = attention_ms(dataflow, hosts, local_size, tokens)
+    alone = attention.time_alone(Row(tokens, hosts, local_size), Shape(), hardware.GPUS["h200"].costs)
+    return alone[0] / got.forward, sum(alone) / got.ms
 
 
 def test_eight_gpus_are_near_what_was_measured() -> None:
     """docs/numbers.md, eight GPUs, 8,192 tokens each: ms forward and backward."""
     measured = {"gather": (6.82, 19.13), "ring": (9.46, 20.64)}
     for dataflow, times in measured.items():
-        got = simulate(setting(1, 8, 8192), dataflow)
+        got = attention_ms(dataflow, 1, 8, 8192)
         assert (got.forward, got.backward) == pytest.approx(times, rel=0.15), dataflow
 
 
 def test_attention_of_8k_tokens_hides_its_network_on_128_gpus() -> None:
-    forward, both = simulate(setting(16, 8, 8192), "gather by node").efficiency
+    forward, both = efficiency("gather by node", 16, 8, 8192)
     assert forward >= 0.95
-    assert both >= 0.93
-    assert simulate(setting(16, 8, 8192), "gather").efficiency[0] < 0.6
+    assert both >= 0.92
+    assert efficiency("gather", 16, 8, 8192)[0] < 0.6
+    usual, copies = (attention_ms("gather by node", 16, 8, 8192, pull_gbs=x).ms for x in (300.0, 20.0))
+    assert copies > 1.5 * usual, "the copies inside of a host take longest"
 
 
 @pytest.mark.parametrize("dataflow", DATAFLOWS)
 def test_a_slow_rank_holds_up_the_others_and_a_slow_link_those_who_use_it(dataflow: str) -> None:
-    even = simulate(setting(4, 4, 32768), dataflow)
-    slow = simulate(setting(4, 4, 32768, slow={5: 1.5}), dataflow)
+    even = attention_ms(dataflow, 4, 4, 32768)
+    slow = attention_ms(dataflow, 4, 4, 32768, slow={5: 1.5})
     assert slow.forward > 1.2 * even.forward
-    assert slow.waiting[5] < slow.waiting.mean(), "the slow rank waits least"
-    link = simulate(setting(4, 4, 32768, slow_link={0: 30.0}), dataflow)
+    assert slow.busy.argmax() == 5, "the slow rank waits least"
+    link = attention_ms(dataflow, 4, 4, 32768, slow_link={0: 30.0})
     assert link.forward > 1.2 * even.forward
-    faster = simulate(setting(4, 4, 32768, slow={5: 0.5}), dataflow)
+    inside = attention_ms(dataflow, 4, 4, 32768, slow_link={1: 30.0})
+    assert (inside.forward > 1.2 * even.forward) == (dataflow != "ring"), "its neighbours are of its host"
+    assert attention_ms(dataflow.split()[-1], 1, 16, 32768, slow_link={0: 30.0}).forward < 1.1 * even.forward
+    faster = attention_ms(dataflow, 4, 4, 32768, slow={5: 0.5})
     assert faster.forward == pytest.approx(even.forward, rel=0.02), "the others still take as long"
 
 
+def test_the_time_is_that_of_the_plan() -> None:
+    """A row over several hosts, by the plan that a rank of them makes."""
+    for dataflow, size in (("gather by node", 4), ("double ring", 4), ("ring", 8)):
+        problem = plan_function(8192 * 8, gpu(8, False), causal=True, layout="zigzag", local_size=size).choice.problem
+        problem = replace(problem, buffer_bytes=1 << 40, pulls_inside=True)
+        costs = hardware.cluster("2x4", "h200", "nvlink,ib400").costs
+        want = predict(problem, costs, Shape(), "ring" if dataflow.endswith("ring") else "gather")
+        got = attention_ms(dataflow, 2, 4, 8192)
+        assert (got.forward, got.backward, got.why) == (want.forward, want.backward, want.why)
+
+
 def test_one_rank_alone_is_the_kernel() -> None:
-    for dataflow in DATAFLOWS:
-        got = simulate(setting(1, 1, 8192), dataflow)
-        assert got.efficiency == pytest.approx((1, 1), rel=0.05)
+    assert efficiency("gather", 1, 1, 8192) == pytest.approx((1, 1))
+    assert attention_ms("gather", 1, 1, 8192, slow={0: 2.0}).ms == 2 * attention_ms("gather", 1, 1, 8192).ms
 
 
-def test_many_ranks_are_simulated_in_seconds() -> None:
-    start = time.process_time()
-    simulate(setting(512, 8, 8192), "gather by node", layers=1)
-    assert time.process_time() - start < 20  # 0.3 s on a quiet machine; 16 times as much for 16,384
+def test_a_clusters_many_gpus_share_rows_of_a_plan() -> None:
+    machines = hardware.cluster("2048x8", "h200", "nvlink,ib400")
+    assert max(hosts * local for hosts, local in sizes(machines)) == MOST
 
 
 # Time of a step
@@ -310,7 +279,7 @@ SECONDS = [(8, 131072, 4, 30.0), (28, 131072, 4, 106.9), (32, 65536, 2, 65536 / 
 @pytest.mark.parametrize(("layers", "tokens", "gpus", "seconds"), SECONDS)
 def test_a_step_takes_what_was_measured(layers: int, tokens: int, gpus: int, seconds: float) -> None:
     shape = replace(MODELS["llama-3.1-8b"], layers=layers)
-    way = Way(tokens, 1, gpus, "gather", Switches(fsdp_size=gpus, ranks=gpus))
+    way = Way(tokens, Switches(fsdp_size=gpus, ranks=gpus))
     assert step_of(shape, hardware.cluster(str(gpus), "h200", "nvlink"), way).seconds == pytest.approx(
         seconds, rel=0.05
     )
@@ -357,6 +326,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--links", "rope"), "nvlink or pcie"),
         (("--model", "llama-3.1-8b", "--context", "4G"), "--context is '4G'"),
+        (("--model", "llama-3.1-8b", "--context", "2048M"), "--context is '2048M'; a plan has fewer than"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,ib0"), "name the network between hosts"),
         (("--model", "llama-3.1-8b", "--mlp-chunk", "-5"), "mlp_chunk is -5"),
         (
@@ -398,12 +368,12 @@ def test_the_longest_row_fits_and_grows_with_every_line(
     machines = hardware.cluster(gpus, gpu, "nvlink,ib400")
     problem = Problem(named(name), machines, context, Switches(), 200 * GIB, {}, {})
     way = verdicts(problem)[0].way
-    assert way.dataflow == "gather by node"
+    assert way.row.dataflow == "gather by node"
     rows = longest(problem, way)
     assert list(rows.values()) == sorted(rows.values())
     for tokens in rows.values():
         longer = problem._replace(context=tokens)
-        assert judge(longer, way_of(longer, way.hosts, way.local_size, way.dataflow)).step
+        assert judge(longer, way_of(longer, way.row.hosts, way.row.local_size, way.row.dataflow)).step
     assert [line.endswith("need more --buffer-bytes") for line in rows] == [False, bound]
 
 

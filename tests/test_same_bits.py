@@ -15,12 +15,14 @@ import cases
 import pytest
 import torch
 from cases import Case, any_case
-from hypothesis import given, settings
+from hypothesis import given
+from suite import examples
 from torch import Tensor
 
 import ringattn
 from ringattn import virtual
-from ringattn.dataflow import SAME_BITS, tiles
+from ringattn.dataflow import tiles
+from ringattn.dataflow.same_bits import SAME_BITS
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS, Eager, Triton
 
@@ -96,7 +98,7 @@ def test_other_plans_differ() -> None:
 
 
 @given(any_case())
-@settings(max_examples=25)
+@examples(25)
 def test_any_case(drawn: tuple[int, Case]) -> None:
     n, case = drawn
     case = replace(case, dtype=torch.float32, deterministic=True)
@@ -247,7 +249,7 @@ def test_verify(layout: str, mask: str) -> None:
             "rows of another run": [run, run],
             "does not arrive": [],
         }
-        key = {tiles.of_keys: "tiles of keys", tiles.of_queries: "tiles of queries"}[side]
+        key = (side.__wrapped__,)  # type: ignore[attr-defined]
         for message, runs in wrong.items():
             changed = right[1]._replace(runs=(*others, *runs))
             plan.memo.put(key, (right[0], changed, right[2]))

@@ -10,8 +10,9 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from suite import examples
 
 from ringattn.layouts.schedule import Schedule, Step
 from ringattn.verify import check_schedule
@@ -44,7 +45,7 @@ def schedules(draw: st.DrawFn, largest: int = 12) -> Schedule:
 
 
 @given(schedules())
-@settings(max_examples=300)
+@examples(300)
 def test_every_meeting_once_every_message_received_everything_home(schedule: Schedule) -> None:
     check_schedule(schedule)
 

@@ -47,7 +47,7 @@ def test_links_lead_to_pages_or_to_the_repository() -> None:
 
     pages = {
         uri: SimpleNamespace(inclusion=SimpleNamespace(is_included=lambda: True))
-        for uri in ("index.md", "security.md", "use/losses.md", "show.png")
+        for uri in ("index.md", "security.md", "why/losses.md", "show.png")
     }
     files = SimpleNamespace(get_file_from_path=pages.get)
 
@@ -56,11 +56,11 @@ def test_links_lead_to_pages_or_to_the_repository() -> None:
         return site_pages.on_page_markdown(text, of, SimpleNamespace(repo_url=repo_url), files)
 
     assert rewritten("![x](docs/show.png) [s](SECURITY.md#a)", "index.md") == "![x](show.png) [s](security.md#a)"
-    assert rewritten("[`ring`](../../ringattn/loss.py) `[a](b)`", "use/losses.md") == "`ring` `[a](b)`"
-    assert rewritten("[r](../../README.md#how-1)", "use/losses.md") == "[r](../index.md#how_1)"
+    assert rewritten("[`ring`](../../ringattn/loss.py) `[a](b)`", "why/losses.md") == "`ring` `[a](b)`"
+    assert rewritten("[r](../../README.md#how-1)", "why/losses.md") == "[r](../index.md#how_1)"
     assert rewritten("[![n](docs/show.png)](docs/idea.ipynb)", "index.md") == "[![n](docs/show.png)](docs/idea.ipynb)"
     assert rewritten("[![n](docs/show.png)](pyproject.toml)", "index.md") == "![n](show.png)"
-    at = rewritten("[`ring`](../../ringattn/loss.py)", "use/losses.md", "https://example.org/r/")
+    at = rewritten("[`ring`](../../ringattn/loss.py)", "why/losses.md", "https://example.org/r/")
     assert at == "[`ring`](https://example.org/r/blob/main/ringattn/loss.py)"
 
 
@@ -80,7 +80,7 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
 
 def test_the_version_is_in_one_place_and_repeated_rightly() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["dynamic"] == ["version"]
+    assert project["project"]["dynamic"] == ["version", "readme"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "ringattn.__version__"}
     (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert cited == ringattn.__version__
@@ -96,7 +96,7 @@ def lowest(package: str) -> str:
 
 
 def test_the_lowest_versions_are_the_same_everywhere() -> None:
-    for path in ("README.md", "docs/operations.md"):
+    for path in ("README.md", "docs/reference/operations.md"):
         text = (ROOT / path).read_text()
         assert re.search(rf"torch {re.escape(lowest('torch'))}\b", text), path
         assert re.search(rf"Triton {re.escape(lowest('triton'))}\b", text), path

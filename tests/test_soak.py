@@ -70,6 +70,7 @@ def soaked(error: float) -> dict[str, Any]:
         check.over_ranks = attend
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_short_run(pools: Any, world_size: int) -> None:
     right = pools(world_size).run(soaked, 0.0)

@@ -1,4 +1,4 @@
-"""The claims of docs/idea/streaming.py, as properties.
+"""The claims of docs/start/idea/streaming.py, as properties.
 
 Tolerances are the rounding bound of the module docstring, in `sum_bound`; a test that asks for more (bitwise
 equality, a fixed 1e-14) gives the reason.
@@ -14,11 +14,12 @@ from operator import add
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from suite import examples
 
-from docs.idea import streaming as S
+from docs.start.idea import streaming as S
 
 FLOATS = [np.float16, np.float32, np.float64]
 
@@ -237,7 +238,7 @@ def test_worked_example_zero_five():
 # --- 5. Online attention ---
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 12), st.integers(1, 60), st.integers(1, 64), st.integers(0, 2**32 - 1))
 def test_online_attention_equals_dense_in_both_conventions(rows, n, chunk, seed):
     q, k, v = random_qkv(rows, n, seed=seed)
@@ -331,7 +332,7 @@ def gradient_tolerance(q, k, v, dout):
 # --- 7. Pages ---
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_paged_attention_equals_contiguous_and_reads_only_its_own_slots(seq_len, page_size, seed):
     """Pages in random places of a pool; every slot the sequence does not own holds NaN."""

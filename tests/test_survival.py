@@ -220,7 +220,7 @@ class Launch:
 
     def end(self, seconds: float = 100) -> int:
         status = self.process.wait(seconds)
-        end = time.monotonic() + 3
+        end = time.monotonic() + 100
         while self.ranks() and time.monotonic() < end:
             time.sleep(0.05)
         assert self.ranks() == []
@@ -251,6 +251,7 @@ def state(out: Path) -> dict[str, Any]:
     return train.load_checkpoint(path)
 
 
+@pytest.mark.long
 @linux
 def test_a_run_that_is_terminated_and_loses_a_rank_ends_with_the_bits_of_an_undisturbed_one(launch: Any) -> None:
     undisturbed, disturbed = launch("undisturbed"), launch("disturbed", "--resume=auto")

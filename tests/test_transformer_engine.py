@@ -154,6 +154,7 @@ def scale(arguments: list[str]) -> None:
         bench_scaling.bench(bench_scaling.parse(arguments), torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_every_mask_is_computed_as_ours(pools, world_size: int, tmp_path: Path) -> None:
     chosen = ["--dtype=float32", "--masks", "causal", "full", "window", "documents", "--peers", *NAMES]

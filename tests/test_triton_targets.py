@@ -7,6 +7,7 @@ head dims 64, 192/128, 256 and 512. ``python tests/test_triton_targets.py`` prin
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from kernel_contract import causal, make_block
 from triton.backends.compiler import GPUTarget
 
 from ringattn.kernels.contract import Keys, Queries, Score
-from ringattn.kernels.triton import backward, backward_inputs, backward_wide, forward, largest, primitives
+from ringattn.kernels.triton import backward, backward_inputs, backward_large, forward, largest, primitives
 from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles, row_of
 
 KB = 1024
@@ -57,7 +58,7 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
             launches[kernel.__name__] = resources(sass.compile_for(target, kernel, grid, args, options))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward, backward_wide, largest):
+        for module in (forward, backward, backward_large, largest):
             patch.setattr(module, "dispatch", compile_it)
         patch.setattr(backward_inputs, "_base2", _Nothing())
         patch.setattr(primitives, "capability", lambda device: capability)
@@ -99,6 +100,7 @@ def reports(name: str) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TARGETS)
 def test_kernels_fit(name: str) -> None:
     shared = TARGETS[name][2]
@@ -110,24 +112,22 @@ def test_kernels_fit(name: str) -> None:
             assert used["registers"] > 0
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (40, 80), (64, 64), (128, 64), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_call_has_tiles(capability, dtype, dims) -> None:
-    q, v = (torch.zeros(1, 1, 1, dim, dtype=dtype) for dim in dims)
-    row = row_of(q, v, capability)
-    assert row.dim >= max(dims)
-    assert row.dim_v >= dims[1]
-    assert isinstance(row.forward, Tiles)
-    assert isinstance(row.backward, Passes)
+def test_every_call_has_tiles() -> None:
+    dims = ((16, 16), (40, 80), (64, 64), (128, 64), (192, 128), (256, 256))
+    for capability, dtype, (dim, dim_v) in itertools.product(CAPABILITIES, (torch.bfloat16, torch.float32), dims):
+        q, v = (torch.zeros(1, 1, 1, size, dtype=dtype) for size in (dim, dim_v))
+        row = row_of(q, v, capability)
+        call = (capability, dtype, dim, dim_v)
+        assert (row.dim >= max(dim, dim_v), row.dim_v >= dim_v) == (True, True), call
+        assert (type(row.forward), type(row.backward)) == (Tiles, Passes), call
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_large_head_dims_have_wide_tiles(capability) -> None:
+def test_large_head_dims_have_wide_tiles() -> None:
     q, v = torch.zeros(1, 1, 1, 320, dtype=torch.float16), torch.zeros(1, 1, 1, 512, dtype=torch.float16)
-    tiles = row_of(q, v, capability).backward
-    assert isinstance(tiles, WideTiles)
-    assert tiles.size % tiles.depth == 0
+    for capability in CAPABILITIES:
+        tiles = row_of(q, v, capability).backward
+        assert isinstance(tiles, WideTiles), capability
+        assert tiles.size % tiles.depth == 0, capability
 
 
 def main(names: list[str]) -> None:

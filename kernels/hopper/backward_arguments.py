@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 class Grid(NamedTuple):
     """The division of the work among programs, see :func:`.backward_pieces.place`."""
 
-    info_ptr: gl.tensor  # descriptions of key tiles, see work.key_tile_table
+    info_ptr: gl.tensor  # descriptions of key tiles, see tile_scheduler.key_tile_table
     heads: gl.tensor  # query heads of a program
     tiles: gl.tensor  # of keys, in a key head
     kv_heads: gl.tensor
@@ -122,5 +122,5 @@ class Gradients(NamedTuple):
 class Order(NamedTuple):
     """The order in which key tiles add to a tile of dQ, see :func:`.backward_pieces.wait_for_turn`."""
 
-    ends_ptr: gl.tensor  # the first and the last key tile, for each tile of queries: work.ordered_key_tile_table
+    ends_ptr: gl.tensor  # first and last key tile of each query tile: tile_scheduler.ordered_key_tile_table
     sums_ptr: gl.tensor  # how often each half of each tile of dQ has been added to

@@ -32,9 +32,9 @@ from .primitives import (
     wait_row,
 )
 
-BM = gl.constexpr(64)  # queries of a step; backward_tall.py has more
-BN = gl.constexpr(128)  # keys of a CTA; 64 in backward_pair.py and backward_wide.py, and of tiles in registers
-INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see work.key_tile_table
+BM = gl.constexpr(64)  # queries of a step; backward_d64.py has more
+BN = gl.constexpr(128)  # keys of a CTA; 64 in backward_d256.py, and of tiles in registers
+INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see tile_scheduler.key_tile_table
 
 # Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
 # they cost registers; there are few of them, which are compiled together.)
@@ -233,7 +233,7 @@ def wait_for_turn(turn):
 
     Key tiles add in the order of the programs: a program waits for programs with smaller numbers, which have started
     earlier, and so for none that waits for it. That order is the one of the keys, or the opposite, with the queries the
-    other way round (``work.order_of_sums``):
+    other way round (``tile_scheduler.order_of_sums``):
 
     * From the first key to the last, queries from the last to the first: all programs begin with the same queries, so
       program n waits n turns at first and never again: it stays behind its predecessor. But under a causal mask each

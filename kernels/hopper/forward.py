@@ -1,75 +1,41 @@
-"""The forward kernel for Hopper (sm_90), in Gluon. Contract and shapes: contract.py.
+"""The forward for Hopper (sm_90): chooses the kernel of the head dims, plans its work and launches it. Contract and
+shapes: contract.py.
 
-One CTA per SM, or three (:data:`NARROW`): a producer warpgroup that moves tiles by TMA, and one to three consumer
-warpgroups, each with 64 query rows. The consumers of a CTA share the key and value tiles, two stages deep::
+The kernels: forward_kernel.py (head dims up to 256; read it first) and forward_d512.py (pairs of CTAs). Both take query
+tiles from one table, in the order of :func:`head_sweeps`.
 
-    producer        Q(i) K V K V K V ... | next tile: Q(i+1) K V K V ...
-    consumer, step  wait K[j] ; take the turn ; S = Q K[j]^T ; O *= alpha ; wait V[j-1] ; O += P V[j-1] ; give the turn
-                    S done: free K[j] ; row max, exp2, row sums ; O done: free V[j-1] ; P to 16 bit
-    consumer, end   O += P V[0] ; O done: free V[0] ; first S of the next query tile ; meanwhile store O and lse
-
-* Both products of a step are asynchronous: the softmax of tile j overlaps the product with V of tile j-1,
-  and the turn, passed from consumer to consumer, makes one consumer's products overlap another one's softmax.
-* The keys of a query tile are walked from the last to the first. Of its span (see ``TileMap``) only the cut parts
-  and the very first key tile apply the intervals; the loop over full key tiles is straight-line code without a mask.
-* A query tile may lie across documents. With three consumers (head dim 64) each walks the key tiles that one of its
-  rows sees, and only takes its turns in the others (``forward_consumer._own_span``).
 * Consumers that share keys wait for the same things at the same time. At head dim 64, where queries see few keys
-  (``NARROW``: narrow windows, short documents), that takes longer than the products do. There a CTA has one consumer, a
-  third of the registers and of shared memory, and shorter tiles of keys; three of them on an SM fill each other's gaps.
-* The producer runs ahead into the next query tile: Q has two buffers, and the description of the next tile is loaded
-  while the producer waits for free stages for the last keys of this one.
-* Query tiles are handed out by an atomic counter (work_counter.py), heaviest first within a few heads at a time:
-  balanced for any mask, few heads' keys in L2 at once, and robust if other work slows some SMs down.
-* If all query tiles take the same time, processors would be idle in the last turn: the keys of the last query tiles
-  are divided between CTAs where that saves enough (forward_parts.py).
-* With ``ready`` the producer waits for the flag of a head's keys and values before their first tile. The heads are
-  swept in the order of arrival; the consumers are the same with and without flags. Tiles of this rank's own keys
-  (``ready.own``) are read where they are and wait for no flag: only the first tile with fetched keys does.
-* Tiles have powers of two of columns. Head dims 96 and 192 of q and k are two tiles side by side, 64 + 32 and 128 + 64;
-  a value of 96 is read as 128, the last 32 zeros that TMA fills in.
-* m is a point of reference near the maximum, not the maximum: it moves when a score is more than ``SLACK`` above it.
-  So p is at most 2^8, with the same relative error, and where m stays, as it does after a few key tiles, O is not
-  rescaled. (The idea: Zadouri et al. 2026, FlashAttention-4, arXiv:2603.05451.) Fewer multiplications draw less power,
-  and at the power limit that is speed. The first key tile of a call moves a carried m to any score above it: its p is
-  exactly 1, as with all keys in one call, so that few keys over several calls are as exact.
-* Tensor cores truncate when they add to an accumulator, so O loses a little with every product, always towards zero:
-  0.7 % of itself after five million keys. If a query may see that many (``Block.period``), O is flushed every PERIOD
-  key tiles: added in float32 to a sum in memory, and started again at zero. A carried O starts in that sum. (The same
-  loss in FP8, and the same remedy: DeepSeek-V3, arXiv:2412.19437, section 3.3.2.)
-* A head dim of 512 has a kernel of its own (forward_pair.py). Where there are no clusters, it is two launches of this
-  one, each for half of the columns of v: registers hold sums of 128 x 256. Both compute the scores: 3 products for 2.
-* Scores stay unscaled until the exponent, which is taken to the base 2: p = 2^(s c - m) with c = scale log2(e).
-  m is in that unit here; the state in memory is in natural logarithms, see
-  ``forward_state.store``.
-
-Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried: NOTES.md.
+  (:data:`NARROW`: narrow windows, short documents), that takes longer than the products do. There a CTA has one
+  consumer, a third of the registers and of shared memory, and shorter tiles of keys; three of them on an SM fill each
+  other's gaps.
+* If all query tiles take the same time, processors would be idle in the last turn. 16 heads of 16,384 queries are 2,048
+  of them, for 132 processors 15.5 each: for half of the last one of 16 turns a processor would have nothing to do. So
+  the keys of the last query tiles are divided between CTAs where that saves enough (:func:`divide_last`).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import CLUSTERS, Launches, dispatch, on_device
-from . import alibi_product, forward_pair, forward_parts, limits
-from . import forward_pair_pieces as pair
-from .forward_consumer import consumer
-from .forward_pieces import INFO, ROWS, SLOTS
-from .forward_producer import producer
-from .forward_work import Division, divide_last, head_sweeps, query_tile_table
+from . import alibi_product, forward_d512, forward_kernel, limits
+from .forward_kernel import COUNTERS_AT, ROWS
 from .scores import Changes, padded_positions
 from .tensor_maps import view
-from .work import heads_of_longest, mean_keys, processors
+from .tile_scheduler import heads_of_longest, mean_keys, processors
 from .work_counter import work_counter
+
+STEPS_OF_A_PART = 4  # of key tiles, in the time in which a part of a query tile begins and ends
+MOST_PARTS = 3  # of query tiles, for each processor: 50 MB at head dim 256
+COVER = 1.5  # heads of the forward's last sweep, over tile_scheduler.heads_of_longest()
 
 
 class Config(NamedTuple):
@@ -79,10 +45,9 @@ class Config(NamedTuple):
         registers: per consumer thread; the producer gets the rest.
         q_buffers, staged: two buffers of queries, and tiles of ``out`` staged for TMA, if shared memory has room.
         staged_with_alibi: the same next to the operand of :mod:`.alibi_product`.
-        value_parts: launches, each for a part of the columns of v, of which registers do not hold all sums.
         worth_dividing: the least share of a launch that dividing the keys of the last query tiles has to save
-            (forward_parts.py); its loops may be a little slower then. 1 for never.
-        ctas: CTAs of a cluster that share a query tile, each with a part of the columns of v (forward_pair.py).
+            (:func:`divide_last`); its loops may be a little slower then. 1 for never.
+        ctas: CTAs of a cluster that share a query tile, each with a part of the columns of v (forward_d512.py).
         per_processor: CTAs that run on a multiprocessor at the same time, with a share of its registers each.
     """
 
@@ -93,7 +58,6 @@ class Config(NamedTuple):
     q_buffers: int = 2
     staged: bool = True
     staged_with_alibi: bool = True
-    value_parts: int = 1
     worth_dividing: float = 0.03
     ctas: int = 1
     per_processor: int = 1
@@ -115,14 +79,10 @@ CONFIGS = {  # by the head dims of q, k and of v
     (128, 128): Config(consumers=2, block_n=128, stages=2, registers=240, staged_with_alibi=False),
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
-    (512, 512): Config(consumers=2, block_n=pair.STEP.value, stages=1, registers=240, ctas=2, worth_dividing=1.0),
+    (512, 512): Config(
+        consumers=2, block_n=forward_d512.STEP.value, stages=1, registers=240, ctas=2, worth_dividing=1.0
+    ),
 }
-# Of (512, 512) where there are no clusters.
-SINGLE = Config(
-    consumers=2, block_n=32, stages=2, registers=240, q_buffers=1, staged=False, value_parts=2, worth_dividing=1.0
-)
-if not CLUSTERS:
-    CONFIGS[512, 512] = SINGLE
 # Instead of those where a query sees at most MOST_KEYS keys in the mean.
 NARROW = {
     (64, 64): Config(consumers=1, block_n=64, stages=2, registers=136, worth_dividing=1.0, per_processor=3),
@@ -130,122 +90,11 @@ NARROW = {
 MOST_KEYS = 1280
 
 
-@gluon.jit
-def _tiles(desc, count: gl.constexpr):
-    """Allocate shared memory for ``count`` boxes of a descriptor."""
-    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
-
-
-@gluon.jit
-def _consumer(C: gl.constexpr, args, constants):
-    consumer(args, C, *constants)
-
-
-@gluon.jit
-def _start(produce, args, constants, N: gl.constexpr, REGISTERS: gl.constexpr):
-    """Start a producer and N consumers. The producer is the default partition: it keeps the registers that the
-    consumers leave."""
-    if N == 1:
-        gl.warp_specialize([(producer, produce), (_consumer, (0, args, constants))], [4], [REGISTERS])
-    elif N == 2:
-        gl.warp_specialize(
-            [(producer, produce), (_consumer, (0, args, constants)), (_consumer, (1, args, constants))],
-            [4, 4],
-            [REGISTERS, REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (producer, produce),
-                (_consumer, (0, args, constants)),
-                (_consumer, (1, args, constants)),
-                (_consumer, (2, args, constants)),
-            ],
-            [4, 4, 4],
-            [REGISTERS, REGISTERS, REGISTERS],
-        )
-
-
-_NUMBERS = (
-    "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
-    "epoch", "slopes_stride", "undivided", "parts", "all_parts",
-)  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_NUMBERS)  # one compiled kernel for all shapes
-def _forward_kernel(
-    q_desc, q_rest_desc, k_desc, k_rest_desc,  # the rest: None if the head dim is a power of two
-    v_desc, out_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
-    m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr,
-    start_ptr, end_ptr, rows_batch_stride,
-    table_ptr, table_batch_stride, counter_ptr,
-    undivided, parts, all_parts, sums_ptr,  # None if no query tile is divided
-    seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
-    flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
-    own_k_desc, own_k_rest_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
-    inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
-    firsts_ptr,  # None without ALiBi as a product
-    N: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, Q_BUFFERS: gl.constexpr,
-    STAGED: gl.constexpr, DV: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr, READY: gl.constexpr,
-    PERIOD: gl.constexpr, FIXED: gl.constexpr,
-):  # fmt: skip
-    WHOLE: gl.constexpr = q_rest_desc is None
-    q_descs = (q_desc,) if WHOLE else (q_desc, q_rest_desc)
-    k_descs = (k_desc,) if WHOLE else (k_desc, k_rest_desc)
-    Q: gl.constexpr = Q_BUFFERS * N
-    q_s = (_tiles(q_desc, Q),) if WHOLE else (_tiles(q_desc, Q), _tiles(q_rest_desc, Q))
-    k_s = (_tiles(k_desc, STAGES),) if WHOLE else (_tiles(k_desc, STAGES), _tiles(k_rest_desc, STAGES))
-    v_s = _tiles(v_desc, STAGES)
-    o_s = _tiles(out_desc, N)
-    info_s = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * N, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * N, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    info_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(Q_BUFFERS * N):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_free.index(c), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(info_full.index(slot), count=1)
-    own_k_descs = (own_k_desc,) if WHOLE else (own_k_desc, own_k_rest_desc)
-    own = () if places_ptr is None else (own_k_descs, own_v_desc, places_ptr)
-    flags = (flags_ptr, epoch, timed_out_ptr)
-    in_parts = ()
-    division = ()
-    if sums_ptr is not None:
-        part_s = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        in_parts = (undivided, parts, part_s)  # type: ignore[assignment]
-        division = (part_s, parts, all_parts, sums_ptr, counter_ptr)  # type: ignore[assignment]
-    producer_args = (
-        q_descs, k_descs, v_desc, own, table_ptr, counter_ptr, in_parts, flags,
-        q_s, k_s, v_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        n_tiles, n_heads, q_heads, ratio, group, early, table_batch_stride,
-    )  # fmt: skip
-    even = () if firsts_ptr is None else (firsts_ptr, alibi_product.columns_in_shared_memory(BN))
-    alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even)
-    consumer_args = (
-        out_desc, out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr,
-        q_s, k_s, v_s, o_s, info_s, q_full, q_free, k_full, v_full, info_full,
-        seq_q, q_heads, rows_batch_stride, c2, inner, alibi, division,
-    )  # fmt: skip
-    SKIP_EMPTY: gl.constexpr = HAS_STATE and not HAS_SINK and not FINALIZE
-    _start(
-        (producer_args, N, BN, STAGES, Q_BUFFERS, SKIP_EMPTY, READY),
-        consumer_args,
-        (N, STAGES, Q_BUFFERS, DV, HAS_STATE, HAS_SINK, FINALIZE, STAGED, PERIOD, FIXED),
-        N,
-        REGISTERS,
-    )
-
-
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     """Return None if this kernel can run, otherwise the reason."""
+    config = CONFIGS.get((q.shape[-1], v.shape[-1]))
+    if config is not None and config.ctas > 1 and not CLUSTERS:
+        return f"head dim {q.shape[-1]} needs clusters of CTAs, which Triton {triton.__version__} does not launch"
     return limits.unsupported(q, k, v, CONFIGS, copies=False)
 
 
@@ -272,20 +121,7 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    config = _config(q, v, keys.block)
-    if config.value_parts == 1:
-        _run(_Operands(q, keys, sink, state, outputs, finalize), score, config)
-    else:
-        if state is not None and not finalize:
-            state = Partial(state.m.clone(), state.l.clone(), state.o)  # each launch starts from them
-        for first in range(0, v.shape[-1], v.shape[-1] // config.value_parts):
-            columns = slice(first, first + v.shape[-1] // config.value_parts)
-            o = outputs[0][..., columns]
-            carried = None
-            if state is not None:
-                carried = Partial(state.m, state.l, state.o[..., columns] if finalize else o)
-            part = _Operands(q, _values_of(keys, columns), sink, carried, (o, *outputs[1:]), finalize)
-            _run(part, score, config)
+    _run(_Operands(q, keys, sink, state, outputs, finalize), score, _config(q, v, keys.block))
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
@@ -293,14 +129,6 @@ def _config(q: Tensor, v: Tensor, block: Block) -> Config:
     """Return how the kernel is launched for these head dims and this mask."""
     dims = q.shape[-1], v.shape[-1]
     return NARROW[dims] if dims in NARROW and mean_keys(block) <= MOST_KEYS else CONFIGS[dims]
-
-
-def _values_of(keys: Keys, columns: slice) -> Keys:
-    """Return the same keys with some of the columns of their values."""
-    ready = keys.ready
-    if ready is not None and ready.own is not None:
-        ready = ready._replace(own=ready.own._replace(v=ready.own.v[..., columns]))
-    return keys._replace(v=keys.v[..., columns], ready=ready)
 
 
 class _Operands(NamedTuple):
@@ -340,7 +168,7 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
         if own is not None:
             tensors += own[:2]
         if not launches.again(key, tensors, epoch):
-            kernel = _forward_kernel if config.ctas == 1 else forward_pair.kernel
+            kernel = forward_kernel.kernel if config.ctas == 1 else forward_d512.kernel
             grid, args, constants = _launch(x, changes, config, counter, division, sums)
             launched = dispatch(
                 kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter), **constants
@@ -361,12 +189,12 @@ def _divided(q: Tensor, v: Tensor, block: Block, config: Config) -> tuple[Tensor
     division = divide_last(block, *tiles, q.shape[0] * q.shape[2], processors(q), config.worth_dividing)
     if division is None:
         return work_counter(q.device), None, None
-    length = forward_parts.counters(division.all_parts // division.parts, config.consumers)
+    counters = COUNTERS_AT.value + division.all_parts // division.parts * config.consumers
     width = 2 ** (v.shape[-1] - 1).bit_length()
-    return (
-        work_counter(q.device, length), division,
-        forward_parts.memory(division.all_parts, config.consumers, width, q.device),
-    )  # fmt: skip
+    # Of all parts the sums, (parts, consumers, ROWS, width), and behind them m and l, (parts, consumers, 2, ROWS).
+    rows = division.all_parts * config.block_m
+    sums = torch.empty(rows * (width + 2), dtype=torch.float32, device=q.device)
+    return work_counter(q.device, counters), division, sums
 
 
 def _launch(
@@ -399,14 +227,14 @@ def _launch(
     )  # fmt: skip
     constants: dict[str, Any] = dict(
         REGISTERS=config.registers, HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        READY=ready is not None, PERIOD=period, FIXED=_fixed(q, changes, state is not None),
+        PERIOD=period, FIXED=_fixed(q, changes, state is not None),
     )  # fmt: skip
     if config.ctas == 2:
         constants.update(cluster=config.ctas)
     else:
         constants.update(
             N=config.consumers, BN=config.block_n, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
-            DV=v.shape[-1] * config.value_parts,
+            DV=v.shape[-1],
             STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)),
             maxnreg=config.registers_at_launch,
         )  # fmt: skip
@@ -431,8 +259,11 @@ def _boxes(x: _Operands, config: Config, width: int) -> tuple[tuple[Any, ...], t
 def _boxes_of_pairs(x: _Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the same for the kernel for pairs of CTAs, which stores out without TMA."""
     q, (k, v, block, ready), *_ = x
-    keys, values = (1, pair.KEYS.value, 1, pair.COLUMNS.value), (1, pair.VALUES.value, 1, pair.WIDTH.value)
-    boxes = view(q, (1, ROWS.value, 1, pair.COLUMNS.value)), view(k, keys), view(v, values)
+    keys, values = (
+        (1, forward_d512.KEYS.value, 1, forward_d512.COLUMNS.value),
+        (1, forward_d512.VALUES.value, 1, forward_d512.WIDTH.value),
+    )
+    boxes = view(q, (1, ROWS.value, 1, forward_d512.COLUMNS.value)), view(k, keys), view(v, values)
     own = None if ready is None else ready.own
     places: tuple[Any, ...] = (None, None, None)
     if own is not None:
@@ -466,7 +297,7 @@ def _variants(x: _Operands, score: Score, changes: Changes, config: Config, coun
     if dims in NARROW:
         other = CONFIGS[dims] if config is NARROW[dims] else NARROW[dims]
         _, args, constants = _launch(x, changes, other, counter, None, None)
-        instead = dict(zip(_forward_kernel.arg_names, args, strict=False), **constants)
+        instead = dict(zip(forward_kernel.kernel.arg_names, args, strict=False), **constants)
         found += [{**instead, **variant} for variant in ({}, *_variants_with(x, score, changes, other))]
     return found
 
@@ -489,3 +320,93 @@ def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorD
     """Return boxes for the first columns, a power of two, and for the remaining ones, if any."""
     rest = x.shape[-1] - first
     return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
+
+
+# --- the order and the division of the work ---------------------------------------------------------------------------
+
+
+def query_tile_table(block: Block, block_m: int, block_n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return descriptions of the query tiles, heaviest first, and the intervals ``start`` and ``end``, contiguous.
+
+    A description, (batch or 1, tiles, 8) int32: first row, past-the-last row, the span (see ``TileMap``), and two
+    numbers that the kernel fills in (batch and head).
+    """
+
+    def make() -> tuple[Tensor, Tensor, Tensor]:
+        rows, span = block.query_tiles(block_m, block_n)
+        order = torch.argsort(span[..., 0] - span[..., 3], dim=-1, stable=True)[..., None]
+        table = torch.cat([rows.expand(span.shape[0], -1, -1), span, torch.zeros_like(span[..., :2])], -1)
+        table = table.gather(1, order.expand(-1, -1, table.shape[-1])).contiguous()
+        return table, block.start.contiguous(), block.end.contiguous()
+
+    table, start, end = block.on(device, ("hopper query tiles", block_m, block_n), make)
+    return table, start, end
+
+
+def head_sweeps(
+    n_tiles: int, n_heads: int, workers: int, longest: float = 0.0, arriving: bool = False
+) -> tuple[int, int]:
+    """Return how many heads the forward sweeps together, and how many heads come before its last sweep.
+
+    Few heads at a time keep their keys in L2; a sweep has about one tile per worker. The last sweep has at least two
+    groups, so that light tiles fill the gaps that heavy ones leave. Where tiles are unequal it has at least
+    :data:`COVER` times ``longest`` heads, so that the longest tiles of all heads that are left start first.
+
+    Args:
+        longest: see :func:`.tile_scheduler.heads_of_longest`.
+        arriving: keys come from other ranks during the kernel, head by head: a long last sweep would wait for the last
+            ones, so it has no more than half of the heads.
+    """
+    group = 2 ** max(0, math.ceil(math.log2(0.95 * workers / n_tiles)))
+    groups = n_heads // group
+    last = max(2, min(groups // 2 if arriving else groups, math.ceil(COVER * longest / group)))
+    return group, max(0, groups - last) * group
+
+
+class Division(NamedTuple):
+    """The division of the last query tiles, whose keys are in parts of equal length for different CTAs.
+
+    Args:
+        undivided: number of query tiles, of all heads, that are not divided. They come first.
+        parts: of each of the others.
+        all_parts: number of parts of all of them.
+    """
+
+    undivided: int
+    parts: int
+    all_parts: int
+
+
+def divide_last(block: Block, block_m: int, block_n: int, n_heads: int, workers: int, worth: float) -> Division | None:
+    """Return how the keys of the last query tiles are divided, those that are fewer than processors; None if that would
+    save less than a share ``worth`` of the time, or if query tiles differ, so that light ones come last and fill gaps.
+
+    Not for ordered blocks, and only for those on the CPU: the host does not wait for a GPU."""
+
+    def make() -> Division | None:
+        rows, span = block.query_tiles(block_m, block_n)
+        key_tiles = ((span[..., 3] - span[..., 0]) // block_n).unique().tolist()
+        if len(key_tiles) != 1:
+            return None
+        return best_division(rows.shape[0] * n_heads, key_tiles[0], workers, worth)
+
+    if block.ordered or block.start.is_cuda or worth >= 1.0:
+        return None
+    return block.memo.once(("last query tiles", block_m, block_n, n_heads, workers), make)
+
+
+def best_division(query_tiles: int, key_tiles: int, workers: int, worth: float) -> Division | None:
+    """Return the division of so many query tiles that have so many key tiles each, see :func:`divide_last`."""
+    turns, last = -(-query_tiles // workers), query_tiles % workers
+
+    def steps(parts: int) -> int:
+        """Return the steps of a processor with the last query tiles, the last of which adds up its parts."""
+        return -(-last * parts // workers) * (-(-key_tiles // parts) + STEPS_OF_A_PART) + parts
+
+    choices = [n for n in range(2, key_tiles // 2 + 1) if last * n <= MOST_PARTS * workers]
+    if last == 0 or not choices:
+        return None
+    parts = min(choices, key=steps)
+    if key_tiles - steps(parts) < worth * turns * key_tiles:
+        return None
+    return Division(query_tiles - last, parts, last * parts)

@@ -1,4 +1,4 @@
-"""Moves a step on to its next tokens: one launch of one program, and nothing from the host. Contract: contract.py."""
+"""Moves a step on to its next tokens: one launch of one program, and nothing from the host. Contract: operands.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..launch import dispatch, on_device
-from .contract import StepState, tile_size
+from .operands import StepState, tile_size
 
 
 def advance(state: StepState) -> None:

@@ -17,7 +17,7 @@ these nothing is loaded that no row sees: it may be NaN.
 ``fixed_split`` gives each program one cut of a fixed number of slots instead, so that the bits of a row do not depend
 on the other rows.
 
-Contract and shapes: contract.py. Each 2^16 keys o is flushed (``Block.period``), see kernels/contract.py.
+Contract and shapes: operands.py. Each 2^16 keys o is flushed (``Block.period``), see kernels/contract.py.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from ..triton.primitives import (
 )
 from ..triton.tiles import padded
 from .combine import ALONE, combine
-from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
+from .operands import Call, Pool, Tables, tile_size
 from .pieces import query_rows, store_piece, store_result, sum_pieces, tree_depth
 
 _PIECE = 8192  # numbers of pieces that are added at once

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..contract import Result, Score, has_triton
 from . import eager
-from .contract import Call, Pool, StepState, Tables, empty_result, empty_state
+from .operands import Call, Pool, StepState, Tables, empty_result, empty_state
 
 
 class Paged:
-    """The kernels of one backend; see :mod:`.eager` for the functions, :mod:`.contract` for shapes."""
+    """The kernels of one backend; see :mod:`.eager` for the functions, :mod:`.operands` for shapes."""
 
     name = "eager"
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..contract import Result, Score
 from ..upload import upload
 from .backends import Paged
-from .contract import Call, Pool, Shared, Tables, tile_size
+from .operands import Call, Pool, Shared, Tables, tile_size
 
 LEAST = 1 << 14  # slots that a group need not read again, from which another launch pays
 

@@ -1,7 +1,7 @@
 """Adds the pieces of every (row, key head) in a launch of its own, for calls with many rows of queries.
 
 With few rows the last program of a (row, key head) adds its pieces (:mod:`.attend`). With many that would be the work
-of one multiprocessor, up to a megabyte per key head, while the others wait. Contract: contract.py.
+of one multiprocessor, up to a megabyte per key head, while the others wait. Contract: operands.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..contract import Score
 from ..launch import Launches, dispatch
 from ..triton.primitives import capability
 from ..triton.tiles import padded
-from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid
+from .operands import Call, Pool, Tables, tile_size
 from .pieces import query_rows, store_result, sum_pieces
 
 ALONE = 4  # rows up to which the attending kernel adds its pieces itself

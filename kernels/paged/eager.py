@@ -1,6 +1,6 @@
 """The paged kernels in plain torch: any device, any dtype up to float64. The executable specification.
 
-Shapes and contract: :mod:`.contract`. Rows of a step are attended to one after another, in blocks of slots, so that the
+Shapes and contract: :mod:`.operands`. Rows of a step are attended to one after another, in blocks of slots, so that the
 bits of a row never depend on the others.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contract import LOG2E, Result, Score, accumulation_dtype
-from .contract import Call, Pool, StepState, Tables, tile_size
+from .operands import Call, Pool, StepState, Tables, tile_size
 from .quantize import quantize, stored
 
 _BLOCK = 2048  # slots at a time

@@ -1,5 +1,5 @@
 """Adds states: those of all ranks, and finishes, with the same bits on every rank; or those of a shared prefix and of a
-row's own slots, see :mod:`.cascade`. One launch. Contract: contract.py."""
+row's own slots, see :mod:`.cascade`. One launch. Contract: operands.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import Call, Pool, Tables
+from .operands import Call, Pool, Tables
 
 _ROWS = 64  # the most rows of a tile
 _BATCH = 128  # prefix sums that a program reads at once, at least

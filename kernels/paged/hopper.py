@@ -19,7 +19,7 @@ Pages of e4m3 are moved as they are, and are widened to 16 bits in registers, th
 :mod:`.hopper_e4m3`.
 
 Only the long sums of :data:`LONGEST_SUM` keys and more, fixed splits, ALiBi and other head dims are left to
-:mod:`.attend`. Contract: contract.py.
+:mod:`.attend`. Contract: operands.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from . import hopper_e4m3 as e4m3
 from .combine import ALONE, combine
-from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 from .hopper_pieces import (
     capped,
@@ -54,6 +53,7 @@ from .hopper_pieces import (
     sum_pieces,
     tree_depth,
 )
+from .operands import Call, Pool, Tables, tile_size
 
 TILE = gl.constexpr(64)
 

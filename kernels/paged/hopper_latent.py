@@ -24,7 +24,7 @@ and values::
 * The division of work, the early beginning before new tokens are stored, and the masks are those of :mod:`.hopper`;
   the pieces are added by :mod:`.combine`.
 
-ALiBi, fixed splits, e4m3, long sums and other head dims are left to :mod:`.attend`. Contract: contract.py.
+ALiBi, fixed splits, e4m3, long sums and other head dims are left to :mod:`.attend`. Contract: operands.py.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from ..hopper.primitives import (
 from ..hopper.tensor_maps import readable, view
 from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from .combine import combine
-from .contract import Call, Pool, Tables, tile_size
 from .grid import Grid, scratch
 from .hopper_pieces import capped, finite, part_of, query_rows, share_of, tree_depth
+from .operands import Call, Pool, Tables, tile_size
 
 DIM, DIM_V = 576, 512
 BOX = gl.constexpr(64)  # slots of a tile, and slots and columns that one copy moves: 8 KB

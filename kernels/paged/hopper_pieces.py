@@ -1,7 +1,7 @@
 """Device functions in Gluon of the paged kernels for Hopper: shares of the tiles, rows of queries, sums of pieces.
 
 The division of the work and the pieces are those of :mod:`.attend`, and :mod:`.pieces` has the like in Triton. Scores
-and maxima are to the base 2. Contract: contract.py.
+and maxima are to the base 2. Contract: operands.py.
 """
 
 from __future__ import annotations

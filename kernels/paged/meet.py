@@ -45,9 +45,9 @@ from ..contract import Result
 from ..launch import Launched, Launches, dispatch, on_device, prepare
 from ..triton.primitives import INTERPRETED, bound, capability
 from ..triton.tiles import padded
-from .contract import part
 from .finish import sum_states
 from .grid import power_of_two
+from .operands import part
 from .pieces import store_result
 
 PROGRAMS = tl.constexpr(64)  # of a launch at most, less than half the multiprocessors of a GPU; the same on every rank
@@ -119,7 +119,7 @@ def meet(state: Tensor, mailboxes: Mailboxes, sink: Tensor | None, dtype: torch.
     Args:
         state: of this rank, contiguous (batch, new, q_heads, head_dim_v + 2) float32, see :func:`fits`.
         sink: (q_heads,), which joins last; or None.
-        scattered: this rank gets its part of the heads, see :func:`.contract.part`.
+        scattered: this rank gets its part of the heads, see :func:`.operands.part`.
     """
     result = empty_result(state, mailboxes, dtype, scattered)
     world_size = len(mailboxes.addresses)  # a later group may get the addresses of one that has ended

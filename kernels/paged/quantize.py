@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .contract import E4M3
+from .operands import E4M3
 
 LARGEST = 448.0
 LEAST_SCALE = 2.0**-126  # of a head of zeros, too

@@ -1,4 +1,4 @@
-"""Stores the new tokens of a step in their pages: one launch for a layer. Contract: contract.py."""
+"""Stores the new tokens of a step in their pages: one launch for a layer. Contract: operands.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..launch import Launches, dispatch, on_device
 from ..triton.primitives import INTERPRETED, capability, last_contiguous
 from ..triton.tiles import padded
 from . import quantize
-from .contract import Pool, Tables
+from .operands import Pool, Tables
 from .pieces import tree_depth
 
 LARGEST: tl.constexpr = tl.constexpr(quantize.LARGEST)

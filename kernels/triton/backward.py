@@ -9,7 +9,7 @@ where s' is the derivative of softcap (1 without). Two passes, each with its sum
     _dkdv   a program owns a tile of keys and walks the queries that see it, over all query heads of its group
     _dq     a program owns a tile of queries and walks the keys it sees
 
-Head dims above 256 have too many columns for that, see backward_wide.py.
+Head dims above 256 have too many columns for that, see backward_large.py.
 
 Each sum belongs to one program, so there are no atomics, and every run gives the same bits. The price is that ``s``
 and ``dout v^T`` are computed twice: 7 products instead of 5. On Hopper that is faster than one pass that adds tiles of
@@ -33,7 +33,7 @@ import triton.language as tl
 
 from ..contract import Keys, Queries, Score
 from ..launch import dispatch
-from . import backward_wide, primitives
+from . import backward_large, primitives
 from .backward_inputs import Inputs
 from .primitives import (
     ScoreArguments,
@@ -56,7 +56,7 @@ __all__ = ["backward", "unsupported"]
 
 
 def choose_tiles(q: Tensor, v: Tensor) -> Passes | WideTiles:
-    """Return the tile sizes of the kernels for dk and dv and for dq, or those of backward_wide.py."""
+    """Return the tile sizes of the kernels for dk and dv and for dq, or those of backward_large.py."""
     return row_of(q, v, primitives.capability(q.device)).backward
 
 
@@ -65,7 +65,7 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> tuple[Te
     inputs = Inputs.of(queries, keys, score)
     tiles = choose_tiles(inputs.q, inputs.v)
     if isinstance(tiles, WideTiles):
-        return backward_wide.gradients(inputs, tiles, dq)
+        return backward_large.gradients(inputs, tiles, dq)
     gradients = _key_gradients(inputs, tiles.dkdv)
     _query_gradients(inputs, tiles.dq, dq)
     return gradients
@@ -76,7 +76,7 @@ def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> N
     inputs = Inputs.of(queries, keys, score)
     tiles = choose_tiles(inputs.q, inputs.v)
     if isinstance(tiles, WideTiles):
-        backward_wide.query_gradients(inputs, tiles, dq)
+        backward_large.query_gradients(inputs, tiles, dq)
     else:
         _query_gradients(inputs, tiles.dq, dq)
 
@@ -86,7 +86,7 @@ def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, T
     inputs = Inputs.of(queries, keys, score)
     tiles = choose_tiles(inputs.q, inputs.v)
     if isinstance(tiles, WideTiles):
-        return backward_wide.gradients(inputs, tiles, None)
+        return backward_large.gradients(inputs, tiles, None)
     return _key_gradients(inputs, tiles.dkdv)
 
 

@@ -1,6 +1,6 @@
 """Launch parameters of the Triton kernels, one table for each family of GPUs.
 
-Those of Hopper are measured (NOTES.md). The others are made to fit: tests/test_triton_targets.py compiles the kernels
+Those of Hopper are measured (docs/lab). The others are made to fit: tests/test_triton_targets.py compiles the kernels
 for GPUs of every family and compares shared memory with what they have.
 """
 
@@ -30,7 +30,7 @@ class Passes(NamedTuple):
 
 
 class WideTiles(NamedTuple):
-    """Tiles of the backward for head dims above 256 (backward_wide.py).
+    """Tiles of the backward for head dims above 256 (backward_large.py).
 
     Args:
         size: queries of a tile of weights, and rows of a tile of a gradient.
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     Args:
         dim: the larger head dim, of q and k or of v.
         dim_v: that of v.
-        backward: of the kernels of backward.py or, where registers do not hold their sums, of backward_wide.py.
+        backward: of the kernels of backward.py or, where registers do not hold their sums, of backward_large.py.
     """
 
     bits: int

@@ -125,8 +125,8 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
         TypeError: not a module, or not a plan.
         NotImplementedError, ValueError: from a forward, if a call inside differs from the plan: a mask, dropout,
             another causality, torch.nn.MultiheadAttention.
-        RuntimeError: from a forward that calls no attention, or from a backward that computes a layer again whose plan
-            is not known.
+        RuntimeError: from a forward that calls no attention, or from a backward that recomputes a layer whose plan is
+            not known.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is of type {type(module).__name__}; pass a torch.nn.Module")

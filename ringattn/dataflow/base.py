@@ -23,7 +23,6 @@ from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
 from .circulation import TravellingShards
-from .description import describe
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +116,10 @@ class Dataflow:
         """Return the gradients of this rank's shards. ``queries``: this rank's q, dout, lse, delta."""
         raise NotImplementedError(f"{type(self).__name__} must define backward()")
 
+    def kept_bytes(self, plan: Plan, shape: Shape) -> int:
+        """Return the part of :meth:`memory_bytes` of a backward that stays allocated between calls."""
+        return 0
+
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return the predicted peak of bytes on the plan's rank in addition to inputs and results; in the backward
         inputs are also out, lse and dout, and results are the gradients in the dtype of the inputs."""
@@ -170,4 +173,6 @@ class Dataflow:
 
     def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
+        from .description import describe
+
         return describe(self, plan, shape, tflops, gigabytes_per_second)

@@ -27,7 +27,6 @@ from ..plans import Plan
 from ..shape import Shape
 from ..trace import named
 from ..transport.group import Message
-from .description import shortened
 from .scratch import piece_elements, walk_bytes
 
 Tensors = tuple[Tensor, ...]
@@ -200,6 +199,8 @@ class TravellingShards(NamedTuple):
 
     def meetings(self) -> list[str]:
         """Return lines that say which ranks meet which shards in each step."""
+        from .description import shortened
+
         ranks = [self.plan.schedule.steps(rank) for rank in range(self.plan.world_size)]
         lines = []
         for t in range(len(ranks[0]) - 1):

@@ -36,12 +36,12 @@ class CopyEngines(Transfer):
     @property
     def messages(self) -> Messages:
         """What moves tensors that have no link."""
-        return Messages(self.plan)
+        return self.tables.once("messages", lambda: Messages(self.plan))
 
     @property
     def pattern(self) -> Pattern:
         """What the ranks of a link fetch from each other."""
-        return self.plan.once("pattern", lambda: Pattern.flat(self.plan.fetches, self.plan.local_lengths_k))
+        return self.tables.once("pattern", lambda: Pattern.flat(self.plan.fetches, self.plan.local_lengths_k))
 
     def waves(self, shape: Shape, backward: bool) -> list[slice]:
         """Return the key heads that one kernel attends to, wave by wave; two of them are in memory together."""
@@ -115,16 +115,16 @@ class CopyEngines(Transfer):
         most = max(g.stop - g.start for g in groups)
         contributions = self.contribution_bytes(shape, together * buffer_rows(self.plan.fetches[self.plan.rank]), most)
         dq = shape.batch * self.plan.local_lengths[self.plan.rank] * shape.q_heads * shape.head_dim * shape.itemsize
-        return self.kept_bytes(shape, backward) + max(contributions - dq, 0)
+        rows = shape.batch * row_bytes(self.plan.local_lengths[self.plan.rank], shape, backward)
+        return self.kept_bytes(shape, backward) + rows + max(contributions - dq, 0)
 
     def kept_bytes(self, s: Shape, backward: bool) -> int:
-        """Return the bytes of delta and dq, of the memory that ranks share, and of the receive buffer."""
+        """Return the bytes of the memory that ranks share, and of the receive buffer."""
         plan, pattern, token = self.plan, self.pattern, s.batch * (s.head_dim + s.value_dim)  # elements of a key head
         heads, together = _in_memory(self.waves(s, backward))
         # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
         buffered = max(together, _in_memory(self.waves(s, False))[1]) * buffer_rows(plan.fetches[plan.rank])
-        total = s.batch * row_bytes(plan.local_lengths[plan.rank], s, backward)
-        total += (2 * s.kv_heads * pattern.longest + buffered) * token * s.itemsize  # keys in two slots
+        total = (2 * s.kv_heads * pattern.longest + buffered) * token * s.itemsize  # keys in two slots
         return total + backward * (pattern.ranks - 1) * heads * pattern.longest * token * s.state_itemsize  # pushed
 
     def wave_bytes(self, s: Shape) -> int:

@@ -7,7 +7,7 @@
 Because the keys lie in the order of their positions, the mask is still one interval per query, and a query's state
 never leaves the kernel: there is nothing to carry and nothing to merge. Runs of positions that no query of this rank
 sees are not fetched; with a zigzag layout and a causal mask that is a quarter of all keys. Documents may be some rows
-apart, so that tiles of keys begin where tiles of queries do (:mod:`ringattn.layouts.alignment`).
+apart, so that tiles of keys begin where tiles of queries do (:mod:`..layouts.alignment`).
 
 Heads are independent, so the work is cut by heads:
 
@@ -34,15 +34,11 @@ import torch
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
 from ..layouts.relay import relay_between
-from ..plans import Plan
+from ..plans import Plan, once
 from ..shape import Shape
 from ..trace import named
 from .base import Call, Dataflow, Gradients, Traffic
-from .copy_engines import CopyEngines
 from .gathered import gathered_block, interleaved
-from .hierarchical import HierarchicalMessages
-from .hierarchical_engines import HierarchicalEngines
-from .messages import Messages
 from .routes import tokens_sent
 from .transfer import Transfer
 
@@ -128,7 +124,7 @@ class Gather(Dataflow):
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
         """Return the keys that a rank sends to those that fetch them, and its contributions to those of others."""
-        sent = plan.once("traffic", lambda: tokens_sent(transfer_of(plan).stages, plan.world_size))
+        sent = _traffic(plan)
         return Traffic(sent[rank], [others[rank] for others in sent])
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
@@ -151,14 +147,28 @@ class Gather(Dataflow):
         """Return an upper bound on the CPU and over messages."""
         return transfer_of(plan).memory_bytes(shape, backward)
 
+    def kept_bytes(self, plan: Plan, shape: Shape) -> int:
+        return transfer_of(plan).kept_bytes(shape, True)
 
+
+@once
+def _traffic(plan: Plan) -> list[list[int]]:
+    return tokens_sent(transfer_of(plan).stages, plan.world_size)
+
+
+@once
 def transfer_of(plan: Plan) -> Transfer:
     """Return how keys of a plan come, and how gradients return: the only place that chooses. Copy engines move
     neighbouring tokens between the ranks that a link has; no relay is needed where they connect all ranks."""
+    from .copy_engines import CopyEngines
+    from .hierarchical import HierarchicalMessages
+    from .hierarchical_engines import HierarchicalEngines
+    from .messages import Messages
+
     engines = not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
     if engines and plan.transport.pulls:
         return CopyEngines(plan)
-    relay = plan.once("relay", lambda: relay_between(plan.fetches, plan.local_lengths_k, plan.nodes))
+    relay = relay_between(plan.fetches, plan.local_lengths_k, plan.nodes)
     if relay is None:
         return CopyEngines(plan) if engines else Messages(plan)
     return HierarchicalEngines(plan, relay=relay) if engines else HierarchicalMessages(plan, relay=relay)

@@ -22,6 +22,7 @@ from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
+from .messages import row_bytes
 from .routes import tokens_of
 from .transfer import GradientReturn, Hierarchical
 
@@ -34,11 +35,11 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
 
     @property
     def messages(self) -> HierarchicalMessages:
-        return HierarchicalMessages(self.plan, relay=self.relay)
+        return self.tables.once("messages", lambda: HierarchicalMessages(self.plan, relay=self.relay))
 
     @property
     def pattern(self) -> Pattern:
-        return self.plan.once("pattern", self._pattern)
+        return self.tables.once("pattern", self._pattern)
 
     def _pattern(self) -> Pattern:
         rank, relay = self.plan.rank, self.relay
@@ -94,6 +95,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
         if not backward:
             return total + self.wave_bytes(s)
         rows = min(2, len(cut)) * heads * (buffer_rows(self.plan.fetches[rank]) + extended + sent)
+        total += s.batch * row_bytes(self.plan.local_lengths[rank], s, backward)
         return total + self.contribution_bytes(s, rows, heads)
 
 

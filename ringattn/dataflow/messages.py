@@ -36,20 +36,20 @@ class Messages(Transfer):
             last = stage + 1 == len(self.stages)
             return (last and interleaved(self.plan)) or many_runs(self.stages[stage])
 
-        return self.plan.once(("collected", stage), look)
+        return self.tables.once(("collected", stage), look)
 
     def routes(self, stage: int, device: torch.device | None = None) -> Routes:
         """Return the routes of an exchange with tables on a device, the CPU if absent."""
         plan, rank, fetches = self.plan, self.plan.rank, self.stages[stage]
         if device is not None:
-            return plan.once(("routes", stage, device), lambda: self.routes(stage).on(device))
+            return self.tables.once(("routes", stage, device), lambda: self.routes(stage).on(device))
 
         def make() -> Routes:
             if not self.collects(stage):
                 return direct_routes(rank, fetches)
             return collected_routes(rank, fetches, rows_of_keys(plan) if stage + 1 == len(self.stages) else None)
 
-        return plan.once(("routes", stage), make)
+        return self.tables.once(("routes", stage), make)
 
     def prepare(self) -> None:
         for stage in range(len(self.stages)):

@@ -41,6 +41,7 @@ from .base import Call, Dataflow, Gradients, Traffic
 from .description import shortened
 from .routes import tokens_sent
 from .tiles import (
+    Side,
     Stage,
     Tiles,
     every_query,
@@ -64,7 +65,7 @@ class SameBits(Dataflow):
         cut = _head_waves(plan, call.shape, backward=False)
         result: Result | None = None
         for heads, q_heads in cut:
-            k, v = gather(plan, (call.k[:, :, heads], call.v[:, :, heads]), of_keys(plan))
+            k, v = gather(plan, (call.k[:, :, heads], call.v[:, :, heads]), of_keys)
             done = self._attend(call, q[:, :, q_heads], (k, v), call.score.heads(q_heads))
             if len(cut) == 1:
                 return done
@@ -86,7 +87,7 @@ class SameBits(Dataflow):
             local = Queries(q[:, :, q_heads], dout[:, :, q_heads], lse[:, q_heads], delta[:, q_heads])
             k, v = call.k[:, :, heads], call.v[:, :, heads]
 
-            their_k, their_v = gather(plan, (k, v), of_keys(plan))
+            their_k, their_v = gather(plan, (k, v), of_keys)
             period = flush_period(plan.mask.max_keys_per_query)
             for block, rows in itertools.product(keys_blocks(plan), of_keys(plan)[plan.rank].pieces(period)):
                 some_keys = _some_keys(Keys(their_k, their_v, block), rows)
@@ -94,7 +95,7 @@ class SameBits(Dataflow):
                 del some_keys
             del their_k, their_v
 
-            their_queries = Queries(*gather(plan, local, of_queries(plan)))
+            their_queries = Queries(*gather(plan, local, of_queries))
             size = long_sums.queries_per_ordered_piece(plan.seq_len, q.shape[2] // call.k.shape[2])
             for block, rows in itertools.product(queries_blocks(plan), of_queries(plan)[plan.rank].pieces(size)):
                 some, part = _some_queries(their_queries, block, rows)
@@ -120,7 +121,7 @@ class SameBits(Dataflow):
 
     def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
         """Return the sums over all ranks on rank 0, and zeros on the others."""
-        (rows,) = gather(plan, (x,), every_query(plan))
+        (rows,) = gather(plan, (x,), every_query)
         return rows.sum((0, 2), dtype=torch.float64)
 
     def prepare(self, plan: Plan) -> None:
@@ -132,7 +133,7 @@ class SameBits(Dataflow):
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
         """Return how many keys, and how many queries, a rank sends to each rank to gather them once."""
-        sides = (stages(plan, of_keys(plan)), stages(plan, of_queries(plan)))
+        sides = (stages(plan, of_keys), stages(plan, of_queries))
         return Traffic(*(tokens_sent([x.fetches for x in side], plan.world_size)[rank] for side in sides))
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
@@ -144,7 +145,7 @@ class SameBits(Dataflow):
         s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
         cut = _head_waves(plan, s, backward)
         share = max(heads.stop - heads.start for heads, _ in cut) / s.kv_heads
-        peak = _moved(plan, of_keys(plan)) * s.kv_elements * s.itemsize * share
+        peak = _moved(plan, of_keys) * s.kv_elements * s.itemsize * share
         if not backward:
             output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
             part = (len(cut) > 1) * share * output
@@ -153,7 +154,7 @@ class SameBits(Dataflow):
                 peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
             return round(s.batch * (peak + part))
         gradients = keys * s.kv_elements * s.state_itemsize
-        theirs = _moved(plan, of_queries(plan)) * _query_bytes(s) * share + gradients * share
+        theirs = _moved(plan, of_queries) * _query_bytes(s) * share + gradients * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
         return round(s.batch * s.beyond_results(queries, keys, max(peak, theirs) + rows + gradients))
 
@@ -188,10 +189,10 @@ class SameBits(Dataflow):
             seen = torch.stack([(block.end - block.start).sum(0) for block in queries_blocks(plan, rank)]).sum(0)
             verify.require(not seen[~arrived].any(), f"a query that sees keys of rank {rank} does not arrive")
             pairs += int(seen.sum())
-        for side in (of_keys(plan), of_queries(plan)):
+        for side in (of_keys, of_queries):
             by_node = relayed(plan, side)
             if by_node is not None:
-                verify.check_relay(by_node, [theirs.runs for theirs in side])
+                verify.check_relay(by_node, [theirs.runs for theirs in side(plan)])
         verify.check_coverage(plan, self.blocks(plan))
         visible = sum(plan.visible(r, o) for r in range(plan.world_size) for o in range(plan.world_size))
         verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
@@ -246,7 +247,7 @@ def _part(block: Block, queries: slice, keys: slice) -> Block:
 # What moves
 
 
-def _moved(plan: Plan, gathered: tuple[Tiles, ...]) -> int:
+def _moved(plan: Plan, side: Side) -> int:
     """Return the tokens in memory while the plan's rank gathers: its buffer, what has arrived, and what it sends; after
     an exchange between nodes also those that it carries, next to its own."""
     rank = plan.rank
@@ -255,14 +256,17 @@ def _moved(plan: Plan, gathered: tuple[Tiles, ...]) -> int:
         sent = tokens_sent([stage.fetches], plan.world_size)
         return stage.rows[rank] + sum(sent[rank]) + sum(others[rank] for others in sent)
 
-    *between, last = stages(plan, gathered)
+    *between, last = stages(plan, side)
     if not between:
         return moved(last)
     carried = between[0].rows[rank]
-    extended = gathered[rank].held + carried
+    extended = side(plan)[rank].held + carried
     return max(moved(between[0]), extended + carried, extended + moved(last))
 
 
 def _query_bytes(s: Shape) -> int:
     """Return the bytes of one token's q, dout, lse and delta."""
     return s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
+
+
+SAME_BITS = SameBits()

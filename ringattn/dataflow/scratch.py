@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..kernels import long_sums, walks, weaving
+from ..kernels import long_sums, passes, weaving
 from ..kernels.contract import Block
 from ..plans import Plan
 from ..shape import Shape
@@ -32,5 +32,5 @@ def walk_bytes(shape: Shape, blocks: Iterable[Block]) -> int:
         if block.others and weaving.woven(block) is not None:
             most = max(most, block.seq_k * (1.5 * shape.state_itemsize + shape.itemsize))
         elif block.others:
-            most = max(most, walks.most_keys(block) * shape.state_itemsize)
+            most = max(most, passes.most_keys(block) * shape.state_itemsize)
     return round(most * shape.kv_elements)

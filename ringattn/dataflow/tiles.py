@@ -31,7 +31,7 @@ from ..layouts.schedule import Fetch
 from ..layouts.shards import Shard
 from ..masks.intervals import Intervals, Mask
 from ..memo import Memo
-from ..plans import Plan
+from ..plans import Plan, once
 from .routes import Routes, collected_routes
 
 
@@ -62,20 +62,21 @@ class Tiles(NamedTuple):
         return [slice(a, b) for a, b in itertools.pairwise(sorted(cuts | {row}))]
 
 
+Side = Callable[[Plan], tuple[Tiles, ...]]  # of_keys, of_queries, every_query: what is gathered
+
+
+@once
 def of_keys(plan: Plan) -> tuple[Tiles, ...]:
     """Return for each rank the tiles of keys that its queries see."""
-
-    def make() -> tuple[Tiles, ...]:
-        # A forward that flushes its accumulator counts rows, see Block.period: rows are then positions, up to periods.
-        unit = flush_period(plan.mask.max_keys_per_query) or GRID
-        return _tiles(plan.mask.seen(plan.shards), plan.shards_k, unit)
-
-    return plan.once("tiles of keys", make)
+    # A forward that flushes its accumulator counts rows, see Block.period: rows are then positions, up to periods.
+    unit = flush_period(plan.mask.max_keys_per_query) or GRID
+    return _tiles(plan.mask.seen(plan.shards), plan.shards_k, unit)
 
 
+@once
 def of_queries(plan: Plan) -> tuple[Tiles, ...]:
     """Return for each rank the tiles of queries that see any of its keys."""
-    return plan.once("tiles of queries", lambda: _tiles(_seeing(plan.mask, plan.shards_k), plan.shards, GRID))
+    return _tiles(_seeing(plan.mask, plan.shards_k), plan.shards, GRID)
 
 
 def _seeing(mask: Mask, shards_k: Sequence[Shard]) -> list[list[range]]:
@@ -150,10 +151,11 @@ def _whole_tiles(needed: Sequence[range]) -> list[range]:
     return result
 
 
+@once
 def every_query(plan: Plan) -> tuple[Tiles, ...]:
     """Return the tiles of all queries for rank 0, and none for the others."""
     needed = [[range(plan.seq_len)] if rank == 0 else [] for rank in range(plan.world_size)]
-    return plan.once("tiles of all queries", lambda: _tiles(needed, plan.shards, GRID))
+    return _tiles(needed, plan.shards, GRID)
 
 
 # What kernels get
@@ -161,37 +163,37 @@ def every_query(plan: Plan) -> tuple[Tiles, ...]:
 
 def keys_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
     """Return which of the keys that a rank gathers its queries see, for each member of the mask."""
-    rank = plan.rank if rank is None else rank
+    return _keys_blocks(plan, plan.rank if rank is None else rank)
 
-    def make() -> tuple[Block, ...]:
-        gathered = of_keys(plan)[rank]
-        block = plan.make_block(rank, gathered.spans, (gathered.rows,))
-        positions_k = block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0))
-        members = (block, *block.others)
-        return tuple(replace(x, positions_k=positions_k, ordered=True, others=()) for x in members)
 
-    return plan.once(("tiles of keys", rank), make)
+@once
+def _keys_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
+    gathered = of_keys(plan)[rank]
+    block = plan.make_block(rank, gathered.spans, (gathered.rows,))
+    positions_k = block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0))
+    members = (block, *block.others)
+    return tuple(replace(x, positions_k=positions_k, ordered=True, others=()) for x in members)
 
 
 def queries_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
     """Return which of a rank's keys the queries that it gathers see, for each member of the mask."""
-    rank = plan.rank if rank is None else rank
+    return _queries_blocks(plan, plan.rank if rank is None else rank)
 
-    def make() -> tuple[Block, ...]:
-        mask, keys = plan.mask, plan.shards_k[rank]
-        positions_k = blocks.concatenate(keys)
-        positions = blocks.concatenate(of_queries(plan)[rank].spans).long()
-        inside = positions.clamp(max=max(plan.seq_len - 1, 0))
-        positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
 
-        def block(member: Intervals) -> Block:
-            bounds = (torch.where(positions < plan.seq_len, x, plan.seq_len_k) for x in member.intervals(inside))
-            start, end = (torch.searchsorted(positions_k, bound, out_int32=True) for bound in bounds)
-            return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
+@once
+def _queries_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
+    mask, keys = plan.mask, plan.shards_k[rank]
+    positions_k = blocks.concatenate(keys)
+    positions = blocks.concatenate(of_queries(plan)[rank].spans).long()
+    inside = positions.clamp(max=max(plan.seq_len - 1, 0))
+    positions_q, lengths = (inside + mask.offset).to(torch.int32), tuple(map(len, keys))
 
-        return tuple(map(block, mask.members))
+    def block(member: Intervals) -> Block:
+        bounds = (torch.where(positions < plan.seq_len, x, plan.seq_len_k) for x in member.intervals(inside))
+        start, end = (torch.searchsorted(positions_k, bound, out_int32=True) for bound in bounds)
+        return Block(start, end, positions_q, positions_k, (len(positions),), lengths, ordered=True)
 
-    return plan.once(("tiles of queries", rank), make)
+    return tuple(map(block, mask.members))
 
 
 # What moves
@@ -206,37 +208,31 @@ class Stage(NamedTuple):
     routes: Memo[Routes]
 
 
-def relayed(plan: Plan, tiles: tuple[Tiles, ...]) -> Relay | None:
+@once
+def relayed(plan: Plan, side: Side) -> Relay | None:
     """Return how tokens cross the network once for each node (:mod:`..layouts.relay`)."""
-
-    def make() -> tuple[Relay | None, object]:
-        return relay_between([theirs.runs for theirs in tiles], [theirs.held for theirs in tiles], plan.nodes), tiles
-
-    # By identity, because a hash of all runs takes as long as a launch. What is kept keeps the tiles: no others get
-    # their id.
-    return plan.once(("relay", id(tiles)), make)[0]
+    tiles = side(plan)
+    return relay_between([theirs.runs for theirs in tiles], [theirs.held for theirs in tiles], plan.nodes)
 
 
-def stages(plan: Plan, tiles: tuple[Tiles, ...]) -> list[Stage]:
+@once
+def stages(plan: Plan, side: Side) -> list[Stage]:
     """Return the exchanges of a gather: one, or one between nodes and then, of what is there, one inside of them."""
-
-    def make() -> tuple[list[Stage], object]:
-        rows, relay = [theirs.rows for theirs in tiles], relayed(plan, tiles)
-        if relay is None:
-            return [Stage([theirs.runs for theirs in tiles], rows, Memo(2))], tiles
-        carried = [length - own for length, own in zip(relay.lengths, relay.own, strict=True)]
-        return [Stage(relay.carried, carried, Memo(2)), Stage(relay.fetches, rows, Memo(2))], tiles
-
-    return plan.once(("stages", id(tiles)), make)[0]
+    tiles, relay = side(plan), relayed(plan, side)
+    rows = [theirs.rows for theirs in tiles]
+    if relay is None:
+        return [Stage([theirs.runs for theirs in tiles], rows, Memo(2))]
+    carried = [length - own for length, own in zip(relay.lengths, relay.own, strict=True)]
+    return [Stage(relay.carried, carried, Memo(2)), Stage(relay.fetches, rows, Memo(2))]
 
 
-def gather(plan: Plan, tensors: Sequence[Tensor], tiles: tuple[Tiles, ...]) -> list[Tensor]:
+def gather(plan: Plan, tensors: Sequence[Tensor], side: Side) -> list[Tensor]:
     """Return a buffer for each tensor of this rank's tokens: the tiles that the rank gathers of it from all ranks.
 
     Tokens are in dimension 1 of four-dimensional tensors and in the last one of three-dimensional ones.
     """
     rows = [x.movedim(1 if x.ndim == 4 else 2, 0) for x in tensors]
-    *between, last = stages(plan, tiles)
+    *between, last = stages(plan, side)
     for stage in between:  # its tokens are from now on next to this rank's own
         rows = [torch.cat(both) for both in zip(rows, _exchange(plan, rows, stage), strict=True)]
     return [x.movedim(0, 1 if x.ndim == 4 else 2) for x in _exchange(plan, rows, last)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,10 +23,10 @@ from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..layouts.relay import Relay
 from ..layouts.schedule import Fetch
+from ..memo import Memo
 from ..plans import Plan
 from ..shape import Shape
 from .base import Call
-from .description import shortened
 
 Waits = Callable[[Keys, slice], bool]
 
@@ -79,9 +79,14 @@ class GradientReturn(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A plan's transfer. Its tables are kept by the plan."""
+    """A plan's transfer.
+
+    Args:
+        tables: that are made once, by what they are and the stage or device.
+    """
 
     plan: Plan
+    tables: Memo[Any] = field(default_factory=lambda: Memo(64), compare=False, kw_only=True)
     inside: ClassVar[str] = "messages"  # what moves keys inside of a node
 
     @property
@@ -104,7 +109,7 @@ class Transfer:
 
     def meetings(self) -> list[str]:
         """Return lines that say which ranks take which tokens."""
-        return shortened([f"rank {r} attends to {text_of(runs)}" for r, runs in enumerate(self.plan.fetches)], "ranks")
+        return _lines("attends to", self.plan.fetches)
 
     def of(self, call: Call) -> Transfer:
         """Return the transfer of one call: messages where its tensors have no link, as in the capture of a graph."""
@@ -133,6 +138,10 @@ class Transfer:
         :meth:`.base.Dataflow.memory_bytes`."""
         raise NotImplementedError
 
+    def kept_bytes(self, shape: Shape, backward: bool) -> int:
+        """Return the part of :meth:`memory_bytes` that stays allocated between calls."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Hierarchical(Transfer):
@@ -159,12 +168,15 @@ class Hierarchical(Transfer):
     def meetings(self) -> list[str]:
         sizes = sorted({len(ranks) for ranks in self.relay.nodes})
         some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-        nodes = f"{len(self.relay.nodes)} nodes of {some} ranks"
-        carried = [f"rank {r} carries for its node {text_of(runs)}" for r, runs in enumerate(self.relay.carried)]
-        inside = f"{nodes}: messages between them, {self.inside} inside of them"
-        return [*super().meetings(), inside, *shortened(carried, "ranks")]
+        nodes = f"{len(self.relay.nodes)} nodes of {some} ranks: messages between them, {self.inside} inside of them"
+        return [*super().meetings(), nodes, *_lines("carries for its node", self.relay.carried)]
 
 
-def text_of(runs: Sequence[Fetch]) -> str:
-    tokens = [f"{run.owner}[{run.tokens.start}:{run.tokens.stop}]" for run in runs]
-    return "owner[tokens]: " + (" ".join(shortened(tokens, "runs")) or "nothing")
+def _lines(what: str, fetches: Sequence[Sequence[Fetch]]) -> list[str]:
+    from .description import shortened  # only plans that are described need it
+
+    def text(runs: Sequence[Fetch]) -> str:
+        tokens = [f"{run.owner}[{run.tokens.start}:{run.tokens.stop}]" for run in runs]
+        return " ".join(shortened(tokens, "runs")) or "nothing"
+
+    return shortened([f"rank {rank} {what} owner[tokens]: {text(runs)}" for rank, runs in enumerate(fetches)], "ranks")

@@ -1,6 +1,6 @@
 """Generation with keys and values sharded over ranks, in pages.
 
-Start with :mod:`.cache` and :mod:`.decoding`; :mod:`.slots` has the books of all ranks, :mod:`.storage` this rank's
+Start with :mod:`.cache` and :mod:`.decoding`; :mod:`.slots` is the block allocator, :mod:`.storage` holds this rank's
 pages, and :mod:`.step` the tables of one step.
 """
 

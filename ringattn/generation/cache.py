@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.paged.contract import E4M3, NEW_TOKENS
+from ..choosing import costs_of
+from ..factory import Plan
+from ..factory import plan as make_plan
+from ..kernels.paged.operands import E4M3, NEW_TOKENS
 from ..layouts.shards import length as shard_length
 from ..operators import as_autocast, autocast_dtype
-from ..plans import Plan
-from ..request import costs_of
-from ..request import plan as make_plan
 from ..transport import group as transports
 from .chunk import Chunk
 from .pages import Copy, Kind
@@ -406,7 +406,7 @@ class KVCache:
         return numbers
 
     def _ready(self, numbers: Iterable[int]) -> None:
-        """Raise unless the books of these sequences are right and all of their layers have the same tokens."""
+        """Raise unless the tables of these sequences are right and all of their layers have the same tokens."""
         for number in numbers:
             self._slots[number]
             if (step := self._steps.get(number)) is not None and step.is_ahead:

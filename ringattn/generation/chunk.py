@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.paged.contract import Pool
+from ..kernels.paged.operands import Pool
 from ..kernels.paged.quantize import dequantize, quantize, stored
 from ..kernels.upload import upload
 from .slots import Placed, Slots

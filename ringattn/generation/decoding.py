@@ -21,7 +21,7 @@ from ..functional import check_score
 from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
-from ..kernels.paged.contract import NEW_TOKENS, Call, Pool, Tables, part, tile_size
+from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..operators import as_autocast, autocast_dtype, no_autocast
 from ..transport.group import Transport
 
@@ -109,7 +109,7 @@ def decode(
         pool, tables, window = step.layer(layer)
     except (ValueError, TypeError) as error:
         transport.refuse("decode()", error)
-        raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same books
+        raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same tables
     try:
         tensors = dict(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
         of_score = dict(softmax_scale=softmax_scale, softcap=softcap)

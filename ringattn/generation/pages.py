@@ -30,7 +30,7 @@ class CacheFull(RuntimeError):
     """Pages that are not there. Raised on every rank, before anything is written: nothing has changed.
 
     Attributes:
-        rank: whose pool is full; of several the one that lacks the most.
+        rank: whose pool is full; if several are, the one that lacks the most.
         window: of the layers whose pool it is, -1: they see everything.
         needed, free: pages.
         holders: pages of the pool that each sequence uses; those of forks count for each of them.

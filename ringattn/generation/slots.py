@@ -1,12 +1,12 @@
-"""The books of a paged cache: which rank holds which tokens of each sequence, and in which pages.
+"""The block allocator of a paged cache: the page tables of all ranks.
 
-Every rank keeps the books of all ranks. Operations run in the same order everywhere, and each choice is a function of
-the books, so that ranks know all counts, page tables and free pages without a message. No torch, nothing on a device.
+Every rank keeps the tables of all ranks. Operations run in the same order everywhere, and each choice is a function of
+the tables, so that ranks know all counts, page tables and free pages without a message. No torch, nothing on a device.
 
 The tokens of a sequence on a rank are a dense list of *slots* in the order of positions; slot s is in page
 ``pages[s // page_size]``. Chunks are dealt out by the layout of a plan. The new tokens of a step go whole to the rank
-whose *turn* it is: a turn lasts until ``page_size`` tokens, then the rank with the fewest tokens has it, of several the
-first from ``sequence % world_size`` on. So ranks' counts stay within ``page_size`` and a step of each other.
+whose *turn* it is: a turn lasts until ``page_size`` tokens, then the rank with the fewest tokens has it; ties go to the
+first rank from ``sequence % world_size`` on. So ranks' counts stay within ``page_size`` and a step of each other.
 
 Layers of one *kind* (a sliding window, or none) have a pool of pages on each rank. Pages are shared by counting
 references: a fork shares all of them, and a page that is written gets a copy of its own first.
@@ -96,7 +96,7 @@ class _Want(NamedTuple):
 
 
 class Slots:
-    """The books of all ranks.
+    """The page tables of all ranks.
 
     Attributes:
         world_size, page_size: of the cache.
@@ -141,7 +141,7 @@ class Slots:
         """Return a sequence that begins with another one's tokens, and pages to copy.
 
         All pages with tokens are shared. Where the last one has room that is reserved, which a captured step may fill
-        without telling the books, the fork gets a copy of it at once.
+        without telling the allocator, the fork gets a copy of it at once.
 
         Raises:
             CacheFull: for such a copy.
@@ -318,7 +318,7 @@ class Slots:
         return Placed(there, (page * size + nth % size)[there])
 
     def state(self) -> object:
-        """Return the books as plain numbers, equal on all ranks: what checking mode compares a digest of."""
+        """Return the tables as plain numbers, equal on all ranks: what checking mode compares a digest of."""
         return [
             (s.number, s.turn, s.turn_tokens, [t.runs for t in s.tokens], [[t.tolist() for t in p] for p in s.pages])
             for s in self._sequences.values()
@@ -353,7 +353,7 @@ class Slots:
     # Room
 
     def _chunk(self, sequence: Record, shards: Sequence[Shard]) -> list[_Growth]:
-        """Return the growths of a chunk, of which layers with windows store only what later tokens may see."""
+        """Return the pages a chunk needs; windowed layers store only tokens that later queries can see."""
         lengths = [sum(map(len, shard)) for shard in shards]
         after = sequence.length + sum(lengths)
         growths = []

@@ -1,9 +1,9 @@
 """One step of generation: a few new tokens of several sequences, and the tables that kernels read of them.
 
-A step may be used in two ways. Without :meth:`Step.advance` its tokens are in the cache's books from the beginning, and
+A step may be used in two ways. Without :meth:`Step.advance` the allocator has its tokens from the beginning, and
 :meth:`Step.keep` takes back those that are not wanted. With it, the device counts: each call, or each replay of a graph
 that it was captured in, adds the new tokens and makes the tables of the next ones, and :meth:`Step.sync` tells the
-books.
+allocator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..agreement import hash_of
 from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
-from ..kernels.paged.contract import StepState, tile_size
+from ..kernels.paged.operands import StepState, tile_size
 from ..kernels.upload import upload
 from ..transport.group import Transport
 from .decoding import LayerStep
@@ -32,7 +32,7 @@ from .storage import Memory
 
 Integers = NDArray[np.int32]
 _ADVICE = {
-    "tables": "The numbers are hashes of the cache's books: make the same calls of the cache in the same order, with "
+    "tables": "The numbers are hashes of the cache's tables: make the same calls of the cache in the same order, with "
     "the same sequences and tokens, on every rank",
     "q": "The numbers are hashes of q: decode the same tokens on every rank; sampling needs the same seed, for example",
 }
@@ -47,7 +47,7 @@ class Step:
         sequences: of the rows; None where a row has none.
         batch, new_tokens: rows, and new tokens of each.
         state: the tables of all kinds of layers, on the device.
-        is_ahead: whether :meth:`advance` was called since the books were told.
+        is_ahead: whether :meth:`advance` was called since the allocator was told.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Step:
         self.batch, self.new_tokens, self.is_ahead = len(self.sequences), new_tokens, False
         self._slots, self._memory = slots, memory
         self._rows = {row.sequence: row for row in rows}  # as they were before the step
-        self._counted = True  # whether the books have the step's tokens
-        self._advanced = 0  # steps since the books were told, as far as the host knows
+        self._counted = True  # whether the allocator has the step's tokens
+        self._advanced = 0  # steps since the allocator was told, as far as the host knows
         self._room: int | None = None
         self._problem, self._outdated = "", False
         device = memory.positions.device
@@ -198,7 +198,7 @@ class Step:
         self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": _hash(q)}, advice=_ADVICE)
 
     def _count(self, counts: list[list[int]]) -> None:
-        """Tell the books the tokens that every rank has of each row."""
+        """Tell the allocator the tokens that every rank has of each row."""
         lost = {}
         for number, now in zip(self.sequences, counts, strict=True):
             if number is None:
@@ -245,7 +245,7 @@ class Step:
         return paths
 
     def _check_unshared(self, paths: dict[int, list[int]]) -> None:
-        """Refuse to move tokens in pages that a fork shares: on every rank, as each has the books of all."""
+        """Refuse to move tokens in pages that a fork shares: on every rank, as each has the tables of all."""
         size = self._slots.page_size
         for number, path in paths.items():
             row = self._rows[number]
@@ -388,7 +388,7 @@ def _as_list(accepted: object) -> list[Any]:
 
 def _uploaded(arrays: dict[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
     """Return arrays on the device, by one copy. The parts of several kinds of layer begin at multiples of 16 bytes, as
-    :func:`..kernels.paged.contract.stacked` makes them."""
+    :func:`..kernels.paged.operands.stacked` makes them."""
     flat = []
     for name, x in arrays.items():
         rows = x.reshape(len(x), -1) if name in _OF_KINDS else x

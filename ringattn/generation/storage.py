@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.paged.contract import E4M3, Pool
+from ..kernels.paged.operands import E4M3, Pool
 from .pages import Copy, Kind
 
 

@@ -1,4 +1,4 @@
-"""Copies between pinned memory of the host and a GPU, of tensors whose rows are apart in memory.
+"""Strided (pitched 2-D) copies between pinned host memory and a GPU.
 
 Some of the heads of a tensor (batch, seq, heads, head_dim) are rows with gaps: each token has a run of these heads, and
 the runs are as far apart as all heads take. For such tensors torch gathers the rows on the host first, into memory that

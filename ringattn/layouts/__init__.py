@@ -1,1 +1,1 @@
-"""Layouts: which tokens each rank holds, and what follows from that: blocks, needs, loads, schedules."""
+"""Layouts: which tokens each rank holds, and what that costs."""

@@ -17,8 +17,9 @@ its document. So long documents are cut at whole tiles, counted from their end; 
 go with the document before. With whole tiles no t matches the mean exactly. Of the choices (:class:`_Choice`) that come
 near enough, the best is the one whose number of tiles is nearest to the mean and whose cuts add few keys to fetch.
 
-Last, ranks with causal documents divide their pieces once more, two at a time (:mod:`.redivision`). Documents whose
-tokens all see each other are not peeled, but halved (:mod:`.halving`).
+The last ranks get what is left: many cuts. So of causal documents the pieces of two ranks are put together and peeled
+again, where that costs less (:mod:`.pairwise`). Documents whose tokens all see each other are not peeled, but
+halved (:mod:`.halving`).
 
 All arithmetic is in integers, so that every rank finds the same shards without a message.
 """
@@ -33,16 +34,17 @@ from typing import NamedTuple
 
 from ..masks.intervals import Mask
 from ..masks.pairs import Work
-from .documents import LONG, TILE, Documents, joined
+from .documents import LONG, TILE, joined, tiles_of
 from .halving import halve
-from .redivision import redivide
+from .pairwise import Pairwise
 
 GROUP = 1024  # neighbouring documents are kept together up to this many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than the mean over this is equal
 UNEVEN = 100  # the same for parts that need not be taken block by block
 NEAR = 160  # the same for work that whole tiles of queries cannot match exactly
 FAR = 130  # no rank has more than the mean by more than the mean over this
-EVEN = 12  # the same for tiles, per mille
+EVEN = 12  # tiles that differ from the mean by as much are even enough, per mille
+EVEN_PAIR = 5  # the same where only two ranks are left
 FETCH = 8  # weight of keys to fetch, per mille of a rank's tokens, next to the square of uneven tiles, per mille
 REACH = 4  # light parts to choose from: this many times the tokens of a rank
 DEEP = 16  # heavy parts to choose from
@@ -65,7 +67,15 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     if len(hosts) > 1:
         whole = _Row(work, _parts(work.cuts, group, mask.seq_len), local_size)
         shares = [_cut(work.cuts, share, group) for share in whole.divide(list(map(sum, hosts)))]
-    shards = [shard for share, host in zip(shares, hosts, strict=True) for shard in _Row(work, share).divide(host)]
+
+    def again(runs: list[range], tokens: list[int]) -> list[list[range]]:
+        return _Row(work, _cut(work.cuts, runs, group), even=EVEN_PAIR).divide(tokens)
+
+    shards = []
+    for share, host in zip(shares, hosts, strict=True):
+        row = _Row(work, share)
+        peeled = row.divide(host)
+        shards += Pairwise(work, peeled, row.max_pairs, again).improve() if work.causal else peeled
     return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 
@@ -170,10 +180,9 @@ class _End:
 class _Row:
     """What is left of a row, sorted by work per token."""
 
-    def __init__(self, work: Work, parts: list[range], ranks: int = 1) -> None:
-        """``ranks``: that share what is peeled."""
-        self.work, self.ranks, self.blocks = work, ranks, False
-        self.documents = Documents(work.cuts, TILE if ranks == 1 else 1)
+    def __init__(self, work: Work, parts: list[range], ranks: int = 1, even: int = EVEN) -> None:
+        """``ranks``: that share what is peeled; ``even``: per mille of tiles above or below the mean that are even."""
+        self.work, self.ranks, self.even, self.blocks = work, ranks, even, False
         self.parts = sorted(map(self._part, parts))
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
@@ -186,7 +195,7 @@ class _Row:
         if past < stop and past - work.cuts[document - 1] >= LONG:
             last = max(last, work.at(past - 1))
         if work.causal:
-            tiles = TILE * self.documents.tiles(run)
+            tiles = TILE * tiles_of((run,), work.cuts, True)
         else:
             count = -(-len(run) // TILE)
             # The last tile is not full, or a tile begins in one document and ends in another.
@@ -201,8 +210,7 @@ class _Row:
     def divide(self, shares: Sequence[int]) -> list[list[range]]:
         """Return pieces of as many tokens as each share has, and of equal work."""
         self.max_pairs = self.pairs_left * (FAR * self.ranks + 1) // (FAR * self.ranks * max(1, len(shares)))
-        shards = [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
-        return redivide(self.documents, shards, self.max_pairs) if self.work.causal else shards
+        return [self.peel(tokens, len(shares) - index) for index, tokens in enumerate(shares)]
 
     def peel(self, tokens: int, ranks: int) -> list[range]:
         """Remove and return the pieces of the next of ``ranks`` ranks that are left."""
@@ -304,7 +312,7 @@ class _Search:
             few = FEW // 2 if plain else wide * FEW
             costs = [self._cost(x) for away, x in choices[:few] if away <= limit]
             best = min(costs, key=itemgetter(0), default=best)
-            if best and (many or best.uneven <= EVEN):
+            if best and (many or best.uneven <= self.row.even):
                 break
         return self._take(best.choice if best else _Choice(low, tokens - low))
 

@@ -25,9 +25,12 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..masks.pairs import Work
-from .documents import TILE, Array, joined
+from .documents import TILE, joined, tiles_of
+
+Array = NDArray[np.int64]
 
 ITEMS = 8  # documents that may be cut to divide them once
 LONGEST = 4  # of them: the longest ones; the others are of all lengths
@@ -114,7 +117,6 @@ class _Halving:
 
     def __init__(self, work: Work, tokens: int, max_pairs: int, local_size: int) -> None:
         self.work, self.tokens, self.max_pairs, self.local_size = work, tokens, max_pairs, local_size
-        self.cuts = np.array(work.cuts, np.int64)
 
     def divide(self, pieces: list[_Piece], shares: Sequence[int]) -> list[list[range]]:
         """Return the runs of as many ranks as there are shares."""
@@ -149,11 +151,10 @@ class _Halving:
         both = [self._sides(some, way, sides) for way in ways]
         if len(both) == 1:
             return both[0]
-        tiles = _tiles(self.cuts, [joined(range(x.start, x.stop) for x in side) for pair in both for side in pair])
-        costs = [
-            (way.over, way.cost + 2 * PRICE * self.tokens * max(a, b) // (a + b))
-            for way, a, b in zip(ways, tiles[::2], tiles[1::2], strict=True)
-        ]
+        costs = []
+        for way, pair in zip(ways, both, strict=True):
+            a, b = (tiles_of(joined(range(x.start, x.stop) for x in side), self.work.cuts, False) for side in pair)
+            costs.append((way.over, way.cost + 2 * PRICE * self.tokens * max(a, b) // (a + b)))
         return both[costs.index(min(costs))]
 
     def _sides(self, items: list[_Piece], way: _Way, others: _Sides) -> _Sides:
@@ -170,20 +171,6 @@ class _Halving:
             else:
                 sides[0 if tokens else 1].append(piece)
         return sides
-
-
-def _tiles(cuts: Array, ranks: Sequence[list[range]]) -> list[int]:
-    """Return the tiles of each rank with these runs. Tiles of queries begin where runs begin."""
-    spans = np.array([(run.start, run.stop, rank) for rank, runs in enumerate(ranks) for run in runs], np.int64)
-    start, stop, rank = spans.T
-    count = -(-(stop - start) // TILE)
-    run = np.repeat(np.arange(len(start)), count)
-    begin = start[run] + TILE * (np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count))
-    last = np.minimum(begin + TILE, stop[run]) - 1
-    shift = (-start % TILE)[run]  # tiles of keys begin where those of queries do: see :mod:`.alignment`
-    low = cuts[np.searchsorted(cuts, begin, side="right") - 1] + shift
-    past = cuts[np.searchsorted(cuts, last, side="right")] + shift
-    return np.bincount(rank[run], -(-past // TILE) - low // TILE, len(ranks)).astype(np.int64).tolist()
 
 
 class _Items:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..masks.intervals import Mask
-from . import balance
 
 Shard = tuple[range, ...]
 
@@ -45,6 +44,8 @@ def striped(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
 
 
 def balanced(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
+    from . import balance
+
     shards = balance.peel(mask, world_size, local_size)
     return tuple(_runs(*sorted(pieces, key=lambda piece: piece.start)) for pieces in shards)
 

@@ -9,7 +9,7 @@ so a full mask is one piece without bounds, causal is ``right = 0``, a packed do
 ``high``, and intersecting two masks is a maximum of starts and a minimum of ends. ``start`` and ``end`` never fall as i
 grows: kernels rely on it (kernels/contract.py), and maximum and minimum keep it.
 
-:class:`Union` has several such intervals per query, of which no two share a key: its members. Kernels walk one member
+:class:`Union` has several disjoint intervals per query: its members. Kernels walk one member
 after the other and carry their state, so that a mask is the sum of its members wherever something is counted.
 :mod:`.common` and :mod:`.structured` make masks.
 """

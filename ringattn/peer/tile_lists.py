@@ -1,4 +1,4 @@
-"""Which runs of tokens meet each tile of tokens: what kernels read that have many runs, in time linear in the runs."""
+"""CSR tables from tiles of tokens to the runs that overlap them, built in time linear in the runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tile_lists(runs: Sequence[tuple[int, int]], tokens: int, tile: int) -> tuple
 
     Returns:
         edges: (tiles + 1,) int32.
-        index: int32, of which ``index[edges[t] : edges[t + 1]]`` are the runs of tile t.
+        index: int32; the runs of tile t are ``index[edges[t] : edges[t + 1]]``.
     """
     begin, end = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     first = begin // tile

@@ -1,4 +1,4 @@
-"""Values of neighbouring tokens, across shards: what shifts and short convolutions along the sequence need.
+"""Halo exchange along the sequence, for shifts and short convolutions.
 
     plan.shift(x, 1)                    # the value of the token before; zero at the first token of each document
     causal_convolution(plan, x, weight) # a sum over the last tokens with a weight per channel, from such shifts
@@ -15,7 +15,7 @@ A contiguous shard fetches n rows, a striped one all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,7 +32,7 @@ class Held(Cut, Protocol):
     handle: int
     shards: tuple[layouts.Shard, ...]
 
-    def once(self, key: object, make: Callable[[], Any]) -> Any: ...
+    def once(self, function: Callable[..., Any], *arguments: Hashable) -> Any: ...
 
     def refuse(self, what: str, error: Exception) -> None: ...
 
@@ -54,15 +54,10 @@ class Halo(NamedTuple):
 
 def halo(plan: Held, offsets: Sequence[int], device: torch.device) -> Halo:
     """Return the exchange of this rank for offsets, made once for a plan and a device."""
-
-    def make() -> Halo:
-        sends, counts, rows, visible = _make(plan, offsets)
-        return Halo(tuple(s.to(device) for s in sends), counts, rows.to(device), visible.to(device))
-
-    return plan.once(("halo", tuple(offsets), device), make)
+    return plan.once(_make, tuple(offsets), device)
 
 
-def _make(plan: Held, offsets: Sequence[int]) -> Halo:
+def _make(plan: Held, offsets: Sequence[int], device: torch.device) -> Halo:
     owner, place = torch.empty(2, plan.seq_len, dtype=torch.int64)  # of each position: its rank, its local index there
     for rank, shard in enumerate(plan.shards):
         positions = layouts.positions(shard)
@@ -92,7 +87,7 @@ def _make(plan: Held, offsets: Sequence[int]) -> Halo:
     both = documents.real[:, others] & documents.real[:, own][:, None]
     visible = (inside & same & both).transpose(0, 1)
     counts = tuple(int((owner[arriving] == r).sum()) for r in ranks)
-    return Halo(sends, counts, row[others], visible)
+    return Halo(tuple(x.to(device) for x in sends), counts, row[others].to(device), visible.to(device))
 
 
 def check_offset(plan: Held, n: int) -> None:

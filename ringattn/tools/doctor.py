@@ -90,6 +90,10 @@ def versions() -> Iterator[Finding]:
 
         good = _numbers(triton.__version__) >= (3, 6)
         yield judged(good, "fail", "Triton", triton.__version__, "pip install 'triton>=3.6'")
+        from ..kernels import launch_paths
+
+        paths = {"clusters": launch_paths.clusters(), "direct launches": launch_paths.direct()}
+        yield ok("launch paths", ", ".join(f"{path}: {'yes' if has else 'no'}" for path, has in paths.items()))
     except ImportError as error:
         needed = torch.cuda.is_available()
         advice = "pip install 'triton>=3.6'; GPUs run the slow eager kernel without it"

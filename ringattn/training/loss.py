@@ -2,7 +2,7 @@
 
 Parameter gradients on a rank are sums over its tokens, and the true gradient is their sum over ranks. A wrapper that
 **sums** gradients therefore needs the local loss ``sum_local_CE / T_global``, a wrapper that **averages** them the same
-times the number of ranks over which it averages. docs/use/losses.md says why, and what else to watch.
+times the number of ranks over which it averages. docs/why/losses.md says why, and what else to watch.
 
 ``T_global`` is the number of targets of all ranks over which the wrapper reduces, and of all batches that one optimizer
 step accumulates.

@@ -189,8 +189,8 @@ def available(processes: int = 1, share: float = 0.8) -> int:
 
 
 def _groups() -> list[Path]:
-    """Return the folders of this process's cgroup and of those around it, each of which may have a limit: of a
-    container, a job of Slurm, a service."""
+    """Return the folders of this process's cgroup and its parents. Each may have a limit: of a container, a Slurm job,
+    a service."""
     root, own = Path("/sys/fs/cgroup"), ""
     with suppress(OSError):
         own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()

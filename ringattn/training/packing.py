@@ -86,8 +86,7 @@ class Packing:
 
     @property
     def imbalance(self) -> float:
-        """The work of the busiest row of each step over the mean: the sum of all steps, each of which takes as long as
-        its busiest row."""
+        """The work of the busiest rows, summed over steps, over the mean: a step takes as long as its busiest row."""
         busiest = sum(max(row.work for row in step) for step in self.steps)
         total = sum(row.work for row in self.rows)
         return busiest * self.replicas / total if total else 1.0

@@ -1,4 +1,4 @@
-"""A function computed in parts, each of which is computed again in the backward, so that one part is in memory at once.
+"""A function computed in parts and recomputed part by part in the backward, so that one part is in memory at a time.
 
     tokens   y = [f(x[0:4]), f(x[4:8]), ...]      norms, MLPs, the loss
     heads    y = f_0(x) + f_1(x) + ...            attention: projections, attention, output projection
@@ -104,8 +104,8 @@ class _Job:
         self.surroundings = surroundings(x)
 
     def with_results(self) -> AbstractContextManager:
-        """Return a context in which calls of attention have the results that they had first; products, of which only
-        the layer knows the numbers, are computed again."""
+        """Return a context in which calls of attention reuse their first results. Matrix products are recomputed,
+        because only the layer knows their numbers."""
         results = self._results()
         return nullcontext() if results is None else results.used(self._first_call, products=False)
 

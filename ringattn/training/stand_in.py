@@ -1,4 +1,4 @@
-"""stand_in(): a module that is another one but for some attributes, for one call of its forward."""
+"""stand_in(): a shallow view of a module with some attributes replaced, for one forward."""
 
 from __future__ import annotations
 

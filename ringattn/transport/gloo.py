@@ -17,7 +17,7 @@ _NEVER_SENT = 0x72696E67  # a tag that no message has
 
 
 def group_of(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
-    """Return a gloo group of the same ranks, all of which must call this within ``timeout`` seconds.
+    """Return a gloo group of the same ranks. All of them must call this within ``timeout`` seconds.
 
     ``dist.new_group`` would need every rank of the job, or, with ``use_local_synchronization``, derives a name from the
     number of groups that a rank is in and hangs where these numbers differ. Its own time limit is a day: each exchange

@@ -1,8 +1,7 @@
 """Exchange of tensors between the ranks of a group.
 
-:class:`Transport` is the interface that dataflows use. :class:`GroupTransport` sends tensors over a process group
-(gloo, NCCL) as batched point-to-point messages; :mod:`ringattn.virtual` has a transport for ranks that are threads of
-one process. Both count what they send.
+:class:`Transport` is what dataflows use. :class:`GroupTransport` sends tensors over a process group (gloo, NCCL) as
+batched point-to-point messages; :mod:`ringattn.virtual` connects threads of one process. Both count what they send.
 
 Point-to-point messages are not checked for size or dtype (gloo aborts or leaves stale data, NCCL may hang), so ranks
 compare what they are about to do with :meth:`Transport.agree` before the first message.
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from .. import agreement
 from ..errors import GroupBroken, Place
+from ..memo import Memo
 from ..peer.connect import Ranks, by_host, connect, host
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
@@ -65,6 +65,7 @@ class Transport:
         call, dataflow, step: where this rank is, see :class:`ringattn.errors.Place`.
         calls: that this rank has begun.
         checks: whether ranks compare every call.
+        splits: the latest splits of rows, see :meth:`ringattn.plans.Plan.note_split`.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Transport:
     step: int = -1
     calls: Calls = field(default_factory=Calls)
     checks: bool = field(default_factory=lockstep.every_call)
+    splits: Memo[tuple[Any, ...]] = field(default_factory=lambda: Memo(64))
 
     def begin(
         self, call: str, dataflow: str = "", timeout: float | None = None, details: str = "", compares: bool = False
@@ -110,8 +112,7 @@ class Transport:
         self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
 
     def refuse(self, call: str, error: Exception) -> None:
-        """Note that this rank refuses its arguments in a call in which the others may compare nothing. If they are at
-        their messages, or that is not known, the group is not used again."""
+        """Report invalid arguments in a call that ranks do not compare; the group is unusable from then on."""
         self.note_failure(error)
 
     def check_usable(self) -> None:
@@ -127,8 +128,7 @@ class Transport:
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-        different message. Errors of arguments that ranks compare are raised on all of them before anything is sent, and
-        are not noted."""
+        different message. Errors that ranks compare are raised on all of them before anything is sent, and not noted."""
         if self.world_size > 1:
             self.given_up = f"{type(error).__name__}: {error}"
 

@@ -70,8 +70,7 @@ class Calls:
         return self.begin(f"{call} refused", compares=False)._replace(refused=True)
 
     def restart(self) -> None:
-        """Count from a number that is the same on all ranks, all of which have just heard that they are in different
-        calls."""
+        """Continue from one number on all ranks, after all of them have heard that they are in different calls."""
         self.number, self.digest = (self.number // _ROUND + 1) * _ROUND, 0
 
 

@@ -170,7 +170,7 @@ def check_rows(model: nn.Module, seq_len: int, batch: Mapping[str, Any]) -> None
         if drops and bool((ids == part.mask_token_id).any()):
             raise NotImplementedError(
                 f"{name} has token_dropout=True: it scales by the part of a row that is masked "
-                f"(mask_token_id={part.mask_token_id}), of which this rank holds a shard; load the model with "
+                f"(mask_token_id={part.mask_token_id}), but this rank holds a shard of the row; load the model with "
                 "token_dropout=False"
             )
 
@@ -206,7 +206,7 @@ def _check_rope(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
 def check_heads(
     model: nn.Module, local: Mapping[str, Any], kwargs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> None:
-    """Raise NotImplementedError for outputs of a head that picks tokens of a row, of which other ranks hold some."""
+    """Raise NotImplementedError for outputs of a head that picks tokens of a row; other ranks may hold them."""
     tokens = next(local[x] for x in ("input_ids", "inputs_embeds") if local.get(x) is not None)
     for key, x in outputs.items():
         chosen_tokens = kwargs.get("logits_to_keep") is not None or outputs.get("log_probs") is not None
@@ -214,8 +214,8 @@ def check_heads(
         if picks and isinstance(x, Tensor) and (key == "pooler_output" or x.shape[:2] != tokens.shape[:2]):
             raise NotImplementedError(
                 f"{type(model).__name__} returns {key} of shape {tuple(x.shape)}, not one for each of the "
-                f"{tuple(tokens.shape[:2])} tokens of this rank: it picks tokens of a row, of which other ranks "
-                "hold some. Use the model without this head (a pooler: add_pooling_layer=False) and pick from the "
+                f"{tuple(tokens.shape[:2])} tokens of this rank: it picks tokens of a row, and other ranks "
+                "may hold them. Use the model without this head (a pooler: add_pooling_layer=False) and pick from the "
                 "outputs of all ranks"
             )
 

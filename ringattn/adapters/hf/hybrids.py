@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ...plans import Plan
+from ...factory import Plan
 from ...training.batch import begins
 from .active import SEQUENCES
 
@@ -101,7 +101,7 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
 def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
     """Run a function of whole rows for each document by itself; padding gets zeros. ``tensors[2]`` has the shape of the
     result."""
-    runs = plan.once("runs of documents", lambda: _runs(plan))
+    runs = plan.once(_runs)
     if runs == [[(0, plan.seq_len, True)]]:
         return function(*tensors)
     like, rows = tensors[2], []

@@ -1,4 +1,4 @@
-"""reduce_memory(): what a transformers model keeps and makes in training, in less memory, each with its own switch."""
+"""reduce_memory(): memory savings for training transformers models, one switch each."""
 
 from __future__ import annotations
 

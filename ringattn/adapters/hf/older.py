@@ -83,7 +83,7 @@ _MODELS = (  # module below transformers.models, its table, the class in the tab
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    """Return an entry for a table of which this transformers has no class ``name`` to derive from."""
+    """Return an entry for a table, where this version of transformers lacks the class ``name`` to derive from."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(

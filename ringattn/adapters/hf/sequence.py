@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import mask as masks
-from ...plans import Plan
-from ...request import plan as make_plan
+from ...factory import Plan
+from ...factory import plan as make_plan
 from ...training import batch as batches
 from ...transport import group as transports
 from . import checks, images, spans
@@ -63,7 +63,7 @@ class Visible:
 
 
 class _Record:
-    """The results of the checks of a model, each of which is made once.
+    """The results of a model's checks; each check is made once.
 
     Attributes:
         attends: its layers have called ringattn.
@@ -357,7 +357,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def sequence(model: nn.Module, batch: Mapping[str, Any], group: Any = None, **options: Any) -> Iterator[dict[str, Any]]:
-    """Run ``model`` on whole rows of which each rank of ``group`` holds a shard.
+    """Run ``model`` on whole rows that are sharded over the ranks of ``group``.
 
     Args:
         model: with ``attn_implementation="ringattn"``; wrapped (DDP, FSDP2, compiled) or not.

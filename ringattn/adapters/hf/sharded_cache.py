@@ -21,10 +21,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ...factory import Plan
 from ...functional import attention
 from ...generation import KVCache, Step, decode
-from ...kernels.paged.contract import NEW_TOKENS
-from ...plans import Plan
+from ...kernels.paged.operands import NEW_TOKENS
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks

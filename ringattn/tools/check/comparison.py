@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from ... import virtual
 from ...adapters.flash import use
 from ...adapters.sdpa import replan
+from ...factory import plan as make_plan
 from ...functional import NOT_OF_PLAN
 from ...layouts import shards as layouts
 from ...plans import Plan
-from ...request import plan as make_plan
 from ...training import batch as batches
 from ...training import loss as losses
 from ...transport.group import Transport

@@ -115,7 +115,7 @@ def of_loss(loss: float, expected: float, ranks: int) -> str:
                 "ringattn.loss in the step"
             )
     return (
-        "a mean over this rank's tokens, of which ranks have different numbers (use ringattn.loss.cross_entropy, or "
+        "a mean over this rank's tokens, whose number differs between ranks (use ringattn.loss.cross_entropy, or "
         "divide sums by ringattn.loss.count_targets); or targets shifted after sharding (use shift_labels of "
         "plan.shard_batch()); or a term that is not a sum over tokens"
     )

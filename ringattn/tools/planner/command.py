@@ -11,7 +11,7 @@ half of its heads. The best way is printed with its time and memory by name, the
 prints the same as one object.
 
 ``--slow rank:factor`` and ``--slow-link rank:factor`` say that kernels or the network card of a rank take ``factor``
-times as long. How it is computed and how accurate it is: docs/use/planner.md.
+times as long. How it is computed and how accurate it is: docs/reference/planner.md.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from typing import Any
 
 from ...predict import cost
 from . import memory
+from .attention import LONGEST
 from .hardware import GPUS, Cluster, cluster, count
 from .memory import LABELS, OPTIMIZERS, Switches
 from .model_shapes import MODELS, from_config, named
 from .training_step import Step
-from .ways import Problem, Verdict, longest, verdicts
+from .ways import MOST, Problem, Verdict, longest, verdicts
 
 GIB = 2**30
 
@@ -109,7 +110,9 @@ def problem_of(args: argparse.Namespace) -> Problem:
         raise ValueError(f"--host-gib is {args.host_gib:g}; give GiB of host memory for each GPU, 0 or more")
     if args.alternatives < 0:
         raise ValueError(f"--alternatives is {args.alternatives}; give a number of lines, 0 or more")
-    machines = cluster(args.gpus, args.gpu, args.links, costs)
+    machines, context = cluster(args.gpus, args.gpu, args.links, costs), count(args.context)
+    if context > LONGEST - MOST:
+        raise ValueError(f"--context is {args.context!r}; a plan has fewer than 2**31 tokens")
     host = round(args.host_gib * GIB)
     switches = Switches(
         optimizer=args.optimizer, keep_attention_out=not args.recompute_attention,
@@ -126,16 +129,16 @@ def problem_of(args: argparse.Namespace) -> Problem:
         raise ValueError(
             f"--head-groups is {switches.head_groups}; it must divide the model's {shape.kv_heads} key heads"
         )
-    return Problem(shape, machines, count(args.context), switches, host, slow, slow_link)
+    return Problem(shape, machines, context, switches, host, slow, slow_link)
 
 
 def name_of(verdict: Verdict, machines: Cluster) -> str:
     """Return which GPUs share a row, and how."""
-    way = verdict.way
-    rows = machines.gpus // way.ranks
+    way, ranks = verdict.way, verdict.way.row.ranks
+    rows = machines.gpus // ranks
     saved = ", on the host" * (way.switches.host_bytes > 0) + ", in chunks" * (way.switches.mlp_chunk > 0)
     saved += ", by heads" * (way.switches.head_groups > 1)
-    return f"{way.dataflow} over {way.ranks} GPU{'s' * (way.ranks > 1)}, {rows} row{'s' * (rows > 1)}{saved}"
+    return f"{way.row.dataflow} over {ranks} GPU{'s' * (ranks > 1)}, {rows} row{'s' * (rows > 1)}{saved}"
 
 
 def rate(step: Step) -> str:
@@ -147,7 +150,6 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
     """Return lines on the best way: times, memory by name, and the longest row."""
     step, way, capacity = best.step, best.way, problem.cluster.gpu.usable
     assert step is not None
-    forward, both = step.outcome.efficiency
     named = {"attention": step.attention, "waiting": step.exposed, "matrix products": step.matmul}
     named |= {"passes over memory": step.pointwise, "links not hidden": step.links, "loss": step.loss}
     named |= {"optimizer": step.optimizer}
@@ -158,10 +160,11 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
         f"best: {name_of(best, problem.cluster)}, {way.tokens:,} tokens per GPU",
         f"  {step.seconds:.2f} s a step, {rate(step)} tokens/s/GPU, MFU {step.mfu:.1%}",
         f"  seconds: {times}",
-        f"  attention has {forward:.1%} of the speed of one GPU's kernel forward, {both:.1%} forward + backward",
+        f"  attention has {step.efficiency_forward:.1%} of the speed of one GPU's kernel forward, "
+        f"{step.efficiency:.1%} forward + backward",
         f"  {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB: {bytes_}",
         f"  {on_host / GIB:.1f} of {problem.host_memory / GIB:.1f} GiB on the host for each GPU",
-        f"  longest row over {way.ranks} GPU{'s' * (way.ranks > 1)}:",
+        f"  longest row over {way.row.ranks} GPU{'s' * (way.row.ranks > 1)}:",
     ]
     lines += [f"    {tokens:>13,} tokens {name}" for name, tokens in longest(problem, way).items()]
     if problem.model.window:
@@ -181,15 +184,13 @@ def table(problem: Problem, others: list[Verdict]) -> list[str]:
 
 def as_words(problem: Problem, verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as an object of JSON."""
-    way, step = verdict.way, verdict.step
+    way, row, step = verdict.way, verdict.way.row, verdict.step
     words: dict[str, Any] = dict(
-        dataflow=way.dataflow, ranks=way.ranks, rows=problem.cluster.gpus // way.ranks, tokens_per_gpu=way.tokens,
+        dataflow=row.dataflow, ranks=row.ranks, rows=problem.cluster.gpus // row.ranks, tokens_per_gpu=row.tokens,
         switches=asdict(way.switches), memory=verdict.memory, reason=verdict.reason,
     )  # fmt: skip
     if step:
-        words |= {n: x for n, x in step._asdict().items() if n != "outcome"}
-        words |= dict(zip(("efficiency_forward", "efficiency"), step.outcome.efficiency, strict=True))
-        words |= dict(waiting=[round(float(x), 4) for x in step.outcome.waiting[:128]])
+        words |= step._asdict() | dict(waiting=[round(float(x), 4) for x in step.waiting[:128]])
     return words
 
 

@@ -15,6 +15,7 @@ all of them next to all activations.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class Switches:
     Attributes:
         fsdp_size: GPUs that share parameters, gradients and the optimizer's state (FSDP2).
         ranks: GPUs that share a row.
-        hosts: over which they are divided, where keys come into a node once.
+        hosts: over which they are divided.
         pulls, dataflow, buffer_bytes: of its attention, see :class:`.attention.Row`.
         itemsize: bytes of an activation; of a gathered parameter, too.
         param_itemsize: bytes of a stored parameter and of its gradient.
@@ -122,7 +123,18 @@ def parts(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> dict[st
     Args:
         tokens_per_gpu: tokens of the row on one GPU; the row has as many times ``switches.ranks``.
     """
-    return max(_moments(model, tokens_per_gpu, switches), key=lambda moment: sum(moment.values()))
+    return _largest(model, tokens_per_gpu, switches, buffers(model, tokens_per_gpu, switches))
+
+
+def buffers(model: ModelShape, tokens_per_gpu: int, s: Switches) -> attention.Bytes:
+    """Return what the attention of a layer, or of a group of its heads, allocates."""
+    heads, kv_heads = (-(-n // s.head_groups) for n in (model.heads, model.kv_heads))
+    shape = replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads)
+    return attention.memory(row_of(tokens_per_gpu, s), shape)
+
+
+def _largest(model: ModelShape, tokens: int, switches: Switches, buffers: attention.Bytes) -> dict[str, int]:
+    return max(_moments(model, tokens, switches, buffers), key=lambda moment: sum(moment.values()))
 
 
 def peak(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
@@ -140,28 +152,33 @@ def host_bytes(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> in
 
 
 def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
-    """Return the most tokens per GPU, a multiple of 128, whose step fits into ``capacity`` bytes; 0: none."""
-    low, high = 0, 1
-    while peak(model, high * 128, switches) <= capacity:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak(model, middle * 128, switches) <= capacity else (low, middle)
-    return low * 128
+    """Return the most tokens per GPU, a multiple of 128, whose step fits into ``capacity`` bytes; 0: none. Buffers of
+    attention grow no faster than its tokens, so those of a shorter row say which longer one fits."""
+    tokens, longer = 0, 128
+    while longer > tokens:
+        tokens = longer
+        kept, backward = (x / tokens for x in buffers(model, tokens, switches))
+
+        def room(n: int) -> int:
+            """Return the bytes that are left by ``128 * n`` tokens."""
+            some = attention.Bytes(round(128 * n * kept), round(128 * n * backward))  # noqa: B023
+            return capacity - sum(_largest(model, 128 * n, switches, some).values())
+
+        longer = 128 * bisect_right(range(1, attention.LONGEST // switches.ranks // 128 + 1), 0, key=lambda n: -room(n))
+    while tokens and peak(model, tokens, switches) > capacity:
+        tokens -= 128
+    return tokens
 
 
 def row_of(tokens_per_gpu: int, s: Switches) -> attention.Row:
     """Return how a row with this many tokens on each GPU is divided."""
-    return attention.Row(tokens_per_gpu, s.ranks, s.pulls, s.dataflow, s.buffer_bytes, s.hosts)
+    return attention.Row(tokens_per_gpu, s.hosts, s.ranks // s.hosts, s.pulls, s.dataflow, s.buffer_bytes)
 
 
-def _moments(model: ModelShape, tokens: int, s: Switches) -> list[dict[str, int]]:
+def _moments(model: ModelShape, tokens: int, s: Switches, buffers: attention.Bytes) -> list[dict[str, int]]:
     """Return the parts at the loss, in the backward of the last, the last but one and the first layer, and at the
     optimizer."""
     layer = _Layer.of(model, tokens, s.itemsize)
-    row = row_of(tokens, s)
-    heads, kv_heads = (-(-n // s.head_groups) for n in (model.heads, model.kv_heads))
-    buffers = attention.memory(row, replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads))
     on_gpu = (s.optimizer != "host") * -(-model.parameters // s.fsdp_size)  # parameters of this GPU
     always = dict(
         parameters=on_gpu * s.param_itemsize,

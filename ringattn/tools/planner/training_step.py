@@ -1,4 +1,4 @@
-"""The time of a training step: attention as :mod:`.simulate` has it, and all else by arithmetic.
+"""The time of a training step: attention as the cost model of plans has it, and all else by arithmetic.
 
 Matrix products take ``operations / rate``. Everything between them passes over memory: a norm of ``transformers`` in
 float32, rotary embeddings, the activation of the MLP; its time is ``bytes / bandwidth``, with the bytes that the single
@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from . import memory
+from . import attention, memory
 from .hardware import Cluster
 from .memory import Switches
 from .model_shapes import ModelShape
-from .simulate import Outcome, Setting, simulate
 
 HOST_GBS = 50.0  # to pinned memory of the host, PCIe 5.0 x16
 
@@ -26,24 +25,25 @@ class Way(NamedTuple):
 
     Attributes:
         tokens: of one GPU.
-        hosts, local_size: GPUs that share a row are ``local_size`` of each of ``hosts``.
-        dataflow: of :data:`.simulate.DATAFLOWS`.
         switches: of memory.
     """
 
     tokens: int
-    hosts: int
-    local_size: int
-    dataflow: str
     switches: Switches
 
     @property
-    def ranks(self) -> int:
-        return self.hosts * self.local_size
+    def row(self) -> attention.Row:
+        return memory.row_of(self.tokens, self.switches)
 
 
 class Step(NamedTuple):
-    """A step's seconds and what they consist of; ``mfu``: share of the peak, half of a row's pairs counted."""
+    """A step's seconds and what they consist of.
+
+    Attributes:
+        mfu: share of the peak, half of a row's pairs counted.
+        efficiency_forward, efficiency: share of the speed of the attention alone: forward, and forward + backward.
+        waiting: share of the time of the layers that each rank's kernels wait.
+    """
 
     seconds: float
     attention: float  # without waiting
@@ -55,7 +55,9 @@ class Step(NamedTuple):
     optimizer: float
     tokens_per_second: float  # of one GPU
     mfu: float
-    outcome: Outcome
+    efficiency_forward: float
+    efficiency: float
+    waiting: list[float]
 
 
 def step(
@@ -65,35 +67,41 @@ def step(
     slow: Mapping[int, float] | None = None,
     slow_link: Mapping[int, float] | None = None,
 ) -> Step:
-    """Return the time of one step with one row for every group of ``way.ranks`` GPUs. ``slow``, ``slow_link``: factors
-    of ranks, see :class:`.simulate.Setting`."""
+    """Return the time of one step with one row for every group of GPUs that share one. ``slow``, ``slow_link``: how
+    many times as long the kernels of a rank and the messages of its network card take."""
     gpu, costs, s, n = cluster.gpu, cluster.costs, way.switches, way.tokens
     products, passes = _matmul(model, n, gpu.matmul_tflops, s), _pointwise(model, n, s, costs.memory_gbs)
-    rest = products[0] + passes[0], products[1] + passes[1]
-    setting = Setting(
-        n, way.hosts, way.local_size, model.attention(s.itemsize), costs, cluster.pulls, rest,
-        slow or {}, slow_link or {},
-    )  # fmt: skip
-    again = (s.recompute and not s.keep_attention_out) * setting.attention(False)
-    setting = replace(setting, rest=(rest[0], rest[1] + again))
-    outcome = simulate(setting, way.dataflow, layers=2 if way.ranks <= 1024 else 1)
-    layer = outcome.forward, outcome.backward
-    moved = _moved(model, n, cluster, s)
-    hidden = [max(move - own, 0.0) for move, own in zip(moved, layer, strict=True)]
-    ideal = outcome.ideal_forward + outcome.ideal_backward + again
+    shape, row, slow = model.attention(s.itemsize), way.row, slow or {}
+    found, ideal = attention.time(row, shape, costs, slow, slow_link or {}), attention.time_alone(row, shape, costs)
+    again = (s.recompute and not s.keep_attention_out) * ideal[0]
+    factors = [slow.get(rank, 1.0) for rank in range(row.ranks)]
+    rest = products[0] + passes[0], products[1] + passes[1] + again
+    layer = found.forward + rest[0] * max(factors), found.backward + rest[1] * max(factors)
+    waiting = [1 - (busy + sum(rest) * x) / sum(layer) for busy, x in zip(found.busy, factors, strict=True)]
+    shown = [max(move - own, 0.0) for move, own in zip(_moved(model, n, cluster, s), layer, strict=True)]
 
     def whole(ms: float) -> float:
         return model.layers * ms / 1e3
 
     loss = _loss(model, n, gpu.matmul_tflops, costs.memory_gbs)
     update = _optimizer(model, s, costs.memory_gbs)
-    seconds = whole(sum(layer) + sum(hidden)) + loss + update
+    seconds = whole(sum(layer) + sum(shown)) + loss + update
     rate = n / seconds
     return Step(
-        seconds, whole(ideal), whole(sum(layer) - sum(rest) - ideal), whole(sum(products)), whole(sum(passes)),
-        whole(sum(hidden)), loss, update, rate, flops_per_token(model, n * way.ranks) * rate / gpu.peak_tflops / 1e12,
-        outcome,
-    )  # fmt: skip
+        seconds,
+        attention=whole(sum(ideal) + again),
+        exposed=whole(sum(layer) - sum(rest) - sum(ideal)),
+        matmul=whole(sum(products)),
+        pointwise=whole(sum(passes)),
+        links=whole(sum(shown)),
+        loss=loss,
+        optimizer=update,
+        tokens_per_second=rate,
+        mfu=flops_per_token(model, n * row.ranks) * rate / gpu.peak_tflops / 1e12,
+        efficiency_forward=ideal[0] / (layer[0] - rest[0]),
+        efficiency=sum(ideal) / (sum(layer) - sum(rest)),
+        waiting=waiting,
+    )
 
 
 def flops_per_token(model: ModelShape, context: int) -> float:

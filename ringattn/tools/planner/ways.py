@@ -10,11 +10,10 @@ from . import attention, memory
 from .hardware import Cluster
 from .memory import Switches
 from .model_shapes import ModelShape
-from .simulate import DATAFLOWS
 from .training_step import Step, Way, step
 
 NEAR = 0.01  # of the fastest way's speed
-MANY = 2048  # ranks above which only dataflows with few messages are simulated
+MOST = 512  # GPUs that share a row; the plan of more takes seconds
 
 
 class Verdict(NamedTuple):
@@ -52,7 +51,7 @@ def sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
     for size in range(1, cluster.local_size + 1):
         if cluster.local_size % size == 0:
             yield 1, size
-    for hosts in range(2, cluster.hosts + 1):
+    for hosts in range(2, min(cluster.hosts, MOST // cluster.local_size) + 1):
         if cluster.hosts % hosts == 0:
             yield hosts, cluster.local_size
 
@@ -61,21 +60,16 @@ def dataflows(hosts: int, local_size: int) -> tuple[str, ...]:
     """Return the dataflows that differ for these GPUs."""
     if hosts == 1:
         return ("gather", "ring") if local_size > 1 else ("gather",)
-    return ("gather by node", "double ring") if hosts * local_size > MANY else DATAFLOWS
+    return attention.DATAFLOWS
 
 
 def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
     """Return a way with the problem's switches."""
     cluster, ranks = problem.cluster, hosts * local_size
     switches = replace(
-        problem.switches,
-        fsdp_size=cluster.gpus,
-        ranks=ranks,
-        hosts=hosts if dataflow == "gather by node" else 1,
-        pulls=cluster.pulls and (hosts == 1 or dataflow == "gather by node"),
-        dataflow="ring" if dataflow.endswith("ring") else "gather",
+        problem.switches, fsdp_size=cluster.gpus, ranks=ranks, hosts=hosts, pulls=cluster.pulls, dataflow=dataflow
     )
-    return Way(-(-problem.context // ranks), hosts, local_size, dataflow, switches)
+    return Way(-(-problem.context // ranks), switches)
 
 
 def judge(problem: Problem, way: Way) -> Verdict:
@@ -93,7 +87,7 @@ def judge(problem: Problem, way: Way) -> Verdict:
         return Verdict(way, parts, None, f"needs {least / 2**30:.1f} GiB of buffer")
     # The row of each rank, and with it the step, is as slow as if the rank were in the first row.
     slow, slow_link = (
-        {rank % way.ranks: max(factor, factors.get(rank % way.ranks, 0)) for rank, factor in factors.items()}
+        {rank % way.row.ranks: max(factor, factors.get(rank % way.row.ranks, 0)) for rank, factor in factors.items()}
         for factors in (problem.slow, problem.slow_link)
     )
     return Verdict(way, parts, step(model, problem.cluster, way, slow, slow_link), "")
@@ -141,13 +135,13 @@ def longest(problem: Problem, way: Way) -> dict[str, int]:
     """Return the tokens of the longest row that fits over the GPUs of a way, in their memory and in the buffer of its
     attention: with its switches, and with more where these make it longer."""
     rows: dict[str, int] = {}
-    switches_of_way = way_of(problem, way.hosts, way.local_size, way.dataflow).switches
-    for name, switches in saving(switches_of_way, problem).items():
+    row = way.row
+    for name, switches in saving(way_of(problem, row.hosts, row.local_size, row.dataflow).switches, problem).items():
         tokens = memory.longest(problem.model, problem.cluster.gpu.usable, switches)
         least = _least_buffer(problem.model, 128, switches)  # grows with the tokens
         if least * tokens > switches.buffer_bytes * 128:
             tokens = switches.buffer_bytes // least * 128
             name += "; longer ones need more --buffer-bytes"
-        if tokens * way.ranks > max(rows.values(), default=-1):
-            rows[name] = tokens * way.ranks
+        if tokens * row.ranks > max(rows.values(), default=-1):
+            rows[name] = tokens * row.ranks
     return rows

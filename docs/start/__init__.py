@@ -1,0 +1,1 @@
+"""Where to start: the idea, and plain PyTorch."""

@@ -1,0 +1,281 @@
+"""The backward kernel for Hopper (sm_90) at head dims 96 and 128, in Gluon. Launched by backward.py.
+
+A CTA owns a tile of 128 keys of one key head and walks the tiles of 64 queries that see it, for every query head of its
+part of the group. dk and dv stay in registers and are stored once::
+
+    consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step:
+                    dP^T = V dO^T - delta  during  P = exp2(S^T c - lse) ; dV += P dO ; dS = P dP^T, to shared memory
+                    dQ of the step before (its dS is complete) ; S^T of the step after ; dK += dS Q ; then dQ
+                    to shared memory
+    producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
+    writers 0, 1    one warp each: add the staged half of dQ to global memory, float32, by TMA
+
+* P and dS feed dV and dK from registers. dQ = dS K needs all 128 keys: a consumer computes half of its columns and
+  reads the other consumer's dS, for which it waits only a whole step later: the two may drift half a step apart.
+* The last fence of a step serves the dS of the step and the dQ of the step before, which a writer then sends.
+* Tiles have powers of two of columns. Head dim 96 is two tiles side by side, 64 + 32, as are dk and dv; consumer 0
+  computes the first 64 columns of dQ and consumer 1 the last 32 (the two share the tensor cores).
+* dP's sum starts at -delta, so that dS is P times it.
+* The addresses of tiles that stay in shared memory for the whole loop are computed again in each step
+  (``pieces.tile_at``); otherwise the second consumer would reload descriptors from the stack.
+* dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``pieces.stage_dq``).
+
+Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
+12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
+Method: Dao 2023 (arXiv:2307.08691), Shah et al. 2024 (arXiv:2407.08608).
+What was tried: docs/lab.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import backward_pieces as pieces
+from . import scores
+from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
+from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
+from .primitives import barrier_arrive, barrier_sync, buffer_of, multiply_pairs
+
+DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
+
+
+@gluon.jit
+def _scores(i, k, tiles, S_L: gl.constexpr):
+    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    stage, phase = buffer_of(i, 2)
+    mbarrier.wait(tiles.q_full.index(stage), phase)
+    return pieces.keys_times_queries(k, tiles.q, stage, S_L)
+
+
+@gluon.jit
+def _ds_stage(i, STAGES: gl.constexpr):
+    """Return the stage of dS of step i, of three or four."""
+    return i & 3 if STAGES == 4 else i % STAGES
+
+
+@gluon.jit
+def _dq(C: gl.constexpr, i, k_s, ds_s):
+    """Issue consumer C's columns of dQ of step i, half of them or piece C: both halves of dS times K, two asynchronous
+    products."""
+    stage = _ds_stage(i, ds_s.shape[0] // 2) * 2
+    WHOLE: gl.constexpr = len(k_s) == 1
+    W: gl.constexpr = k_s[0].shape[2] // 2 if WHOLE else k_s[C].shape[2]
+    if WHOLE:
+        own = k_s[0].index(C).slice(C * W, W, dim=1)
+        other = k_s[0].index(1 - C).slice(C * W, W, dim=1)
+    else:
+        own = k_s[C].index(C)
+        other = k_s[C].index(1 - C)
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    dq = gl.zeros([BM, W], gl.float32, L)
+    dq = warpgroup_mma(ds_s.index(stage + C).permute((1, 0)), own, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_s.index(stage + 1 - C).permute((1, 0)), other, dq, is_async=True)
+
+
+@gluon.jit
+def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, score, keys):
+    """Process one query tile. ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a
+    step. ``head``: see :func:`.scores.penalties_of_step`."""
+    PIECES: gl.constexpr = len(tiles.k)  # of the columns; a product over them, or into them, is one product for each
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
+    dtype: gl.constexpr = tiles.k[0].dtype
+    DS_STAGES: gl.constexpr = tiles.ds.shape[0] // 2
+    stage, phase = buffer_of(i, 2)
+    mbarrier.wait(tiles.dout_full.index(stage), phase)
+    minus_delta = tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))
+    dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, S_L, minus_delta)
+    if score.inner is None:
+        s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+        p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+        p16 = gl.convert_layout(p.to(dtype), A_L)
+    else:
+        p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype)
+        p16 = gl.convert_layout(p16, A_L)
+    dv = pieces.accumulate(p16, tiles.dout, stage, dv)
+    dp = warpgroup_mma_wait(PIECES, deps=[dp])
+    ds = (p * dp).to(dtype) if score.inner is None else multiply_pairs(slope16, dp, dtype)
+    barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
+    tiles.ds.index(_ds_stage(i, DS_STAGES) * 2 + C).store(ds)
+    ds16 = gl.convert_layout(ds, A_L)
+    fence_async_shared()
+    barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
+    barrier_arrive(DQ_STAGED + C, STAGING)
+    dq = _dq(C, i + DS_STAGES - 1, tiles.k, tiles.ds)
+    dv, p16 = pieces.wait_sums(2, dv, p16)
+    barrier_arrive(DO_FREE + stage, LOADERS)
+    s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
+    dk = pieces.accumulate(ds16, tiles.q, stage, dk)
+    dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
+    if score.dk_scale is not None:
+        dq = dq * score.dk_scale
+    barrier_sync(DQ_SENT + C, STAGING)
+    pieces.stage_dq(tiles.dq[C], dq)
+    if PIECES == 1:
+        first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
+        dk = (first,)
+    else:
+        first, second, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], dk[1], ds16, s])
+        dk = (first, second)
+    barrier_arrive(Q_FREE + stage, LOADERS)
+    return s, dk, dv
+
+
+@gluon.jit
+def _walk(
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    steps_of_head = (past_step - first) // heads
+    head, inside = 0, 0
+    for i in range(first, past_step):
+        s, dk, dv = _step(C, CUT, i, last, head, s, dk, dv, tiles, score, keys)
+        if ORDERED:
+            head = pieces.ordered_next_head(keys.alibi, head, heads)
+        else:
+            head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
+    return s, dk, dv
+
+
+@gluon.jit
+def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    ORDERED: gl.constexpr = grid.descending is not None
+    at = pieces.place(grid)
+    first = gl.load(at.info)
+    past = gl.load(at.info + 1)
+    steps, cut_steps, late_steps, _, _ = pieces.visits_of(at, grid)
+    key = first + C * (BN // 2)
+    dk = pieces.zero_sums(tiles.k)
+    dv = pieces.zero_sums(tiles.v)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
+    zeros = gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L)
+    tiles.ds.index(tiles.ds.shape[0] - 2 + C).store(zeros)  # "dS of step -1"
+    fence_async_shared()
+    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+    mbarrier.wait(tiles.kv_full.index(C), 0)
+    mbarrier.wait(tiles.kv_full.index(1 - C), 0)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
+    s = warpgroup_mma_wait(0, deps=[s])
+    last = steps - 1
+    s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    s, dk, dv = _walk(C, False, cut_steps, late_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    if ORDERED:
+        s, dk, dv = _walk(C, True, late_steps, steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
+    # dQ of the last step, after that of the step before
+    fence_async_shared()
+    barrier_arrive(DQ_STAGED + C, STAGING)
+    barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
+    dq = warpgroup_mma_wait(0, deps=[_dq(C, last, tiles.k, tiles.ds)])
+    if score.dk_scale is not None:
+        dq = dq * score.dk_scale
+    barrier_sync(DQ_SENT + C, STAGING)
+    pieces.stage_dq(tiles.dq[C], dq)
+    fence_async_shared()
+    barrier_arrive(DQ_STAGED + C, STAGING)
+    if SIGNALS:
+        barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
+    head = pieces.head_of_gradients(gradients, at)
+    buffer = pieces.tile_at(tiles.v, C, 0)  # this consumer's half, which the other one does not read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, buffer, head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, buffer, head, gradients, grid, at, keys)
+    if SIGNALS:
+        barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
+
+
+@gluon.jit
+def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
+    """Allocate shared memory and start the warps."""
+    dtype: gl.constexpr = descs.k[0].dtype
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
+    DS_STAGES: gl.constexpr = 4 if descs.positions is None else 3  # 3 are needed; positions take the place of one
+    # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
+    W: gl.constexpr = descs.dq[0].block_type.shape[3]
+    boxes = Tiles(
+        k=pieces.boxes(descs.k),
+        v=pieces.boxes(descs.v),
+        q=pieces.boxes(descs.q),
+        dout=pieces.boxes(descs.dout),
+        ds=gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L),
+        dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[1])),
+        lse=pieces.rows(descs.lse),
+        delta=pieces.rows(descs.delta),
+        bounds=pieces.rows(descs.bounds),
+        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
+        kv_full=pieces.barriers(2),
+        q_full=pieces.barriers(2),
+        dout_full=pieces.barriers(2),
+        programs=(),
+        seen=(),
+    )
+    dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
+    tiles = pieces.matrices(boxes, dq)
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.kv_full.index(i), count=1)
+        mbarrier.init(tiles.q_full.index(i), count=1)
+        mbarrier.init(tiles.dout_full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, grid, tiles, score, gradients)),
+            (_consumer, (1, grid, tiles, score, gradients)),
+            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+            (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ())),
+            (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order, ())),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, 24, 24, 24],
+    )
+
+
+@gluon.jit(do_not_specialize=pieces.NUMBERS)
+def kernel(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
+    q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
+    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
+    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dk, dv and dq.
+
+    ``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
+    int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each part has its own.
+    ``last_*``: where the last of these parts stores dk, dv in the dtype of k, v; None if where the others do.
+    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count.
+    ``FIXED``: :attr:`scores.Changes.fixed`, constants that take the place of ``inner``, or None."""
+    _start(
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending),
+        Descriptors(
+            q=pieces.pieces_of(q_desc, q_rest_desc),
+            dout=pieces.pieces_of(dout_desc, dout_rest_desc),
+            k=pieces.pieces_of(k_desc, k_rest_desc),
+            v=pieces.pieces_of(v_desc, v_rest_desc),
+            lse=lse_desc,
+            delta=delta_desc,
+            bounds=bounds_desc,
+            positions=positions_desc,
+            dq=(dq_desc, dq_desc if dq_rest_desc is None else dq_rest_desc),
+            seen=(),
+        ),
+        Score(
+            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
+            None if FOLD else dk_scale, dv_scale,
+        ),
+        Gradients(
+            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
+            counters_ptr, segments,
+        ),
+        Arrival(flags_ptr, epoch, timed_out_ptr),
+        None if sums_ptr is None else Order(ends_ptr, sums_ptr),
+        REGISTERS,
+    )  # fmt: skip

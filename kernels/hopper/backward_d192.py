@@ -1,0 +1,295 @@
+"""The backward of the block kernel for Hopper (sm_90) at head dims 192 of q and k and 128 of v, in Gluon. Launched by
+backward.py, with the same tables, order of the CTAs and order of their query tiles.
+
+dk and dv of 64 keys are 160 registers a thread, which leaves a consumer some 48. A step never needs more, at the price
+of waiting more often; meanwhile the other consumer multiplies. 128 keys a CTA, not 64, halve the dQ that is sent, and
+the Q and dO that are read, for each product::
+
+    consumers 0, 1  64 keys each, scores transposed (keys are rows), one query tile a step; registers in flight:
+                    P = exp2(S^T c - lse), in 16 bits                                              32 -> 16
+                    dP^T = V dO^T - delta ; dV += P dO ; dS = P dP^T, to shared memory             48 -> 16
+                    dK += dS Q                                                                     16
+                    64 columns of dQ of the step before, to shared memory                          32
+                    32 columns of it, the same way, together with S^T of the step after            48
+    producer        one warp: K, V, then Q, lse (and start, end of cut tiles), dO, delta of every step by TMA
+    writers 0, 1    one warp each: add the staged columns of dQ to global memory, float32, by TMA
+
+* P stays in 16 bits, two to a register, and dS is made of it, with one more rounding than at head dim 128.
+* dQ = dS K needs all 128 keys. A consumer makes half of the columns of each piece, 64 + 32, one after the other in the
+  same staging memory, from both halves of dS of the step before.
+* There are two buffers of dS. So a consumer signals that its half is written only after it has also read the dS of the
+  step before, which the other one overwrites next. The two may be half a step apart, and are.
+* Shared memory is full: K and V 80 KiB, two tiles of Q and dO 80, dS 32, dQ 32, row statistics 2, of 227.
+* ``i & 1``, not ``i % 2``: from the latter LLVM makes addresses that grow from step to step, a register each.
+
+Named barriers: 4 to 7 half of dS written and the dS before read (two per consumer, even and odd steps), 8, 9 Q read,
+10, 11 dO read, 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import backward_pieces as pieces
+from . import scores
+from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Score, Tiles
+from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
+from .primitives import (
+    barrier_arrive,
+    barrier_sync,
+    multiply_pairs,
+    reinterpret,
+    round_pairs,
+    tma_reduce_add,
+)
+
+DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
+
+
+@gluon.jit
+def _writer(C: gl.constexpr, descs, dq_s, grid, gradients):
+    """Send the dQ of each step one step later, for consumer C: in the first step there is nothing to send yet."""
+    FIRST: gl.constexpr = 2 * descs[0].block_type.shape[3]
+    at = pieces.place(grid)
+    steps, cut_steps, j, stops = pieces.visit_order(at.info, grid.heads)
+    head = (at.kv_head * grid.parts + at.part) * grid.heads
+    barrier_arrive(DQ_SENT + C, STAGING, warps=1)
+    for _ in range(0, 2):
+        barrier_sync(DQ_STAGED + C, STAGING, warps=1)
+        barrier_arrive(DQ_SENT + C, STAGING, warps=1)
+    for i in range(0, steps):
+        for unit in gl.static_range(2):
+            barrier_sync(DQ_STAGED + C, STAGING, warps=1)
+            column = unit * FIRST + C * descs[unit].block_type.shape[3]
+            tma_reduce_add(descs[unit], [at.batch, j * BM, head, column], dq_s[unit])
+            tma.store_wait(0)
+            pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), gradients, grid, at)
+        j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
+    pieces.finish_writer(DQ_STAGED + C, gradients, grid, at)
+
+
+@gluon.jit
+def _scores(i, k, tiles, S_L: gl.constexpr):
+    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
+    return pieces.keys_times_queries(k, tiles.q, i & 1, S_L)
+
+
+@gluon.jit
+def _dq(C: gl.constexpr, UNIT: gl.constexpr, step, i, k_s, ds_s):
+    """Issue half C of the columns of piece UNIT of dQ of ``step``: an asynchronous product for each half of the keys.
+    ``i`` is the current step, see ``pieces.tile_at``."""
+    stage = (step & 1) * 2
+    W: gl.constexpr = k_s[UNIT].shape[2] // 2
+    late = i >> 30
+    own = k_s[UNIT].index(C + late).slice(C * W, W, dim=1)
+    other = k_s[UNIT].index(1 - C + late).slice(C * W, W, dim=1)
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, W, 16])
+    dq = gl.zeros([BM, W], gl.float32, L)
+    dq = warpgroup_mma(ds_s.index(stage + C).permute((1, 0)), own, dq, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_s.index(stage + 1 - C).permute((1, 0)), other, dq, is_async=True)
+
+
+@gluon.jit
+def _send(C: gl.constexpr, dq, dq_s, scale):
+    """Stage columns of dQ and tell the writer."""
+    if scale is not None:
+        dq = dq * scale
+    barrier_sync(DQ_SENT + C, STAGING)
+    pieces.stage_dq(dq_s, dq)
+    fence_async_shared()
+    barrier_arrive(DQ_STAGED + C, STAGING)
+
+
+@gluon.jit
+def _walk(
+    C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
+):  # fmt: skip
+    """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
+    step."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
+    dtype: gl.constexpr = tiles.k[0].dtype
+    DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
+    steps_of_head = (past_step - first) // heads
+    head, inside = 0, 0
+    for i in range(first, past_step):
+        stage = i & 1
+        if score.inner is None:
+            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+            p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+            p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
+        else:
+            p16, slope16 = pieces.capped_probabilities(
+                s, score, keys, tiles, stage, head, S_L, CUT, dtype, SHORT=False
+            )  # fmt: skip
+            p16 = gl.convert_layout(p16, A_L)
+        do_stage = stage if DO_STAGES == 2 else i >> 30
+        mbarrier.wait(tiles.dout_full.index(do_stage), (i >> 1) & 1 if DO_STAGES == 2 else stage)
+        if score.inner is None:
+            minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
+            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, S_L, minus_delta)
+            dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = multiply_pairs(gl.convert_layout(p16, S_L), dp, dtype)
+        else:  # P with and without the factor of dS, and dP at the same time, would be too many registers
+            dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
+            dv, p16 = pieces.wait_sums(0, dv, p16)
+            minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
+            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, S_L, minus_delta)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            ds = multiply_pairs(slope16, dp, dtype)
+        barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # there is the other half of the previous dS
+        tiles.ds.index(stage * 2 + C).store(ds)
+        ds16 = gl.convert_layout(ds, A_L)
+        fence_async_shared()
+        if score.inner is None:
+            dv, p16 = pieces.wait_sums(0, dv, p16)
+        barrier_arrive(DO_FREE + do_stage, LOADERS)
+        dk = pieces.accumulate(ds16, tiles.q, stage, dk)
+        dk, ds16 = pieces.wait_sums(0, dk, ds16)
+        first_dq = _dq(C, 0, i + 1, i, tiles.k, tiles.ds)
+        barrier_arrive(Q_FREE + stage, LOADERS)
+        first_dq = warpgroup_mma_wait(0, deps=[first_dq])
+        _send(C, first_dq, tiles.dq[C][0], score.dk_scale)
+        second_dq = _dq(C, 1, i + 1, i, tiles.k, tiles.ds)
+        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
+        second_dq = warpgroup_mma_wait(2, deps=[second_dq])
+        barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
+        _send(C, second_dq, tiles.dq[C][1], score.dk_scale)
+        s = warpgroup_mma_wait(0, deps=[s])
+        head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
+    return s, dk, dv
+
+
+@gluon.jit
+def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    at = pieces.place(grid)
+    first = gl.load(at.info)
+    past = gl.load(at.info + 1)
+    steps, cut_steps, _, _ = pieces.visit_order(at.info, grid.heads)
+    key = first + C * (BN // 2)
+    head = pieces.head_of_gradients(gradients, at)
+    dk = pieces.zero_sums(tiles.k)
+    dv = pieces.zero_sums(tiles.v)
+    keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
+    tiles.ds.index(2 + C).store(gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L))  # "dS of step -1"
+    fence_async_shared()
+    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+    mbarrier.wait(tiles.kv_full.index(C), 0)
+    mbarrier.wait(tiles.kv_full.index(1 - C), 0)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
+    s = warpgroup_mma_wait(0, deps=[s])
+    last = steps - 1
+    s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads)
+    s, dk, dv = _walk(C, False, cut_steps, steps, last, s, dk, dv, tiles, score, keys, grid.heads)
+    barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
+    for unit in gl.static_range(2):  # of the last step
+        dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, last, 0, tiles.k, tiles.ds)])
+        _send(C, dq, tiles.dq[C][unit], score.dk_scale)
+    barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
+    buffer = tiles.v[0].index(C)  # this consumer's half, which the other one does not read
+    pieces.store_sums(gradients.dv, dv, score.dv_scale, (buffer,), head, gradients, grid, at, keys)
+    pieces.store_sums(gradients.dk, dk, score.dk_scale, (buffer, buffer), head, gradients, grid, at, keys)
+    if gradients.turns_ptr is not None or gradients.counters_ptr is not None:
+        barrier_sync(DQ_STAGED + C, STAGING)  # not arrive: sync alone is documented to order the stores for the writer
+
+
+@gluon.jit
+def _staging(dq_desc, rest_desc):
+    """Return memory for columns of the first piece of dQ, and the same memory for those of the second one."""
+    SHAPE: gl.constexpr = [1, BM, 1, rest_desc.block_type.shape[3]]
+    first = pieces.allocate_staging(dq_desc)
+    return first, reinterpret(first, gl.float32, SHAPE, rest_desc.layout)
+
+
+@gluon.jit
+def _staging_matrices(dq_s):
+    return pieces.staging_matrix(dq_s[0]), pieces.staging_matrix(dq_s[1])
+
+
+@gluon.jit
+def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
+    """Allocate shared memory and start the warps."""
+    dtype: gl.constexpr = descs.k[0].dtype
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
+    boxes = Tiles(
+        k=pieces.boxes(descs.k),
+        v=pieces.boxes(descs.v),
+        q=pieces.boxes(descs.q),
+        dout=pieces.boxes(descs.dout, 2 if descs.positions is None else 1),  # positions take the place of one tile
+        ds=gl.allocate_shared_memory(dtype, [4, BN // 2, BM], DS_L),
+        dq=(_staging(descs.dq[0], descs.dq[1]), _staging(descs.dq[0], descs.dq[1])),
+        lse=pieces.rows(descs.lse),
+        delta=pieces.rows(descs.delta),
+        bounds=pieces.rows(descs.bounds),
+        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
+        kv_full=pieces.barriers(2),
+        q_full=pieces.barriers(2),
+        dout_full=pieces.barriers(2),
+        programs=(),
+        seen=(),
+    )
+    tiles = pieces.matrices(boxes, (_staging_matrices(boxes.dq[0]), _staging_matrices(boxes.dq[1])))
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.kv_full.index(i), count=1)
+        mbarrier.init(tiles.q_full.index(i), count=1)
+        mbarrier.init(tiles.dout_full.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, grid, tiles, score, gradients)),
+            (_consumer, (1, grid, tiles, score, gradients)),
+            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+            (_writer, (0, descs.dq, boxes.dq[0], grid, gradients)),
+            (_writer, (1, descs.dq, boxes.dq[1], grid, gradients)),
+        ],
+        [4, 1, 1, 1],
+        [REGISTERS, 24, 24, 24],
+    )
+
+
+@gluon.jit(do_not_specialize=pieces.NUMBERS)
+def kernel(
+    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
+    q_rest_desc, k_rest_desc, dq_rest_desc,  # columns from 128 on
+    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
+    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
+    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
+    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
+    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute dk, dv and dq. Arguments: as of ``backward_d128.kernel``."""
+    _start(
+        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
+        Descriptors(
+            q=(q_desc, q_rest_desc),
+            dout=(dout_desc,),
+            k=(k_desc, k_rest_desc),
+            v=(v_desc,),
+            lse=lse_desc,
+            delta=delta_desc,
+            bounds=bounds_desc,
+            positions=positions_desc,
+            dq=(dq_desc, dq_rest_desc),
+            seen=(),
+        ),
+        Score(
+            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
+            None if FOLD else dk_scale, dv_scale,
+        ),
+        Gradients(
+            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
+            counters_ptr, segments,
+        ),
+        Arrival(flags_ptr, epoch, timed_out_ptr),
+        REGISTERS,
+    )  # fmt: skip

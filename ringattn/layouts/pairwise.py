@@ -1,0 +1,109 @@
+"""Improve shards of causal documents by pairs of ranks: the last step of the layout "balanced".
+
+Ranks that are peeled one after another leave the last ones what is left: many cuts. Here the pieces of two ranks are
+put together, what joins up becomes one piece again, and both are peeled from it like a row of two ranks:
+
+    rank 3  [doc][the tail of a docu|              [doc][a document]
+    rank 5  [its head              ][doc]    ->    [its head][the tail of a docu|[doc]
+
+They keep what costs less: keys to fetch, runs, and tiles above the mean. First ranks with neighbouring parts of a
+document are paired, so that less is fetched; then the rank with most tiles and one of those with fewest, until no rank
+has many more than the mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from ..masks.pairs import Work
+from .documents import joined, tiles_of
+
+SHARED = 16  # ranks are paired that share documents with a cut after a rank's tokens over this, or more
+ROUNDS = 4  # times that all of these are, at most
+UNEVEN = 5  # a rank with more tiles above the mean, per mille, is paired ...
+OTHERS = 24  # ... with one of at most this many others that have fewest
+RUNS = 30  # two ranks with more seldom gain
+RUN = 64  # tokens to fetch that one run less is worth
+PRICE = 10  # tokens per tile above the mean, each as a share of a rank's
+GAIN = 256  # two ranks keep pieces that cost less by a rank's tokens over this
+
+Divide = Callable[[list[range], list[int]], list[list[range]]]
+
+
+class Pairwise:
+    """Shards of causal documents, improved two at a time.
+
+    Args:
+        work: of the row.
+        shards: pieces of each rank, in any order.
+        max_pairs: no rank gets more visible pairs than this, or than the most that one of the two had.
+        divide: returns the pieces of as many ranks as it gets numbers of tokens, from runs.
+
+    Attributes:
+        shards: runs of each rank, growing.
+        tiles: of each rank; ``mean``: on average.
+        costs: of each rank, in tokens to fetch.
+    """
+
+    def __init__(self, work: Work, shards: Sequence[Sequence[range]], max_pairs: int, divide: Divide) -> None:
+        self.work, self.max_pairs, self.divide = work, max_pairs, divide
+        self.shards = [joined(pieces) for pieces in shards]
+        self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
+        self.tiles = [tiles_of(runs, work.cuts, causal=True) for runs in self.shards]
+        self.mean = max(1, sum(self.tiles) // len(shards))
+        self.costs = [self._cost(runs, tiles) for runs, tiles in zip(self.shards, self.tiles, strict=True)]
+
+    def improve(self) -> list[list[range]]:
+        """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before."""
+        for _ in range(ROUNDS):
+            done = set[int]()
+            for a, b in self._sharing():
+                if not done & {a, b} and self._again(a, b):
+                    done |= {a, b}
+            if not done:
+                break
+        order = sorted(range(len(self.shards)), key=self.tiles.__getitem__)
+        for _ in range(len(order)):
+            busiest = order[-1]
+            even = 1000 * self.tiles[busiest] <= (1000 + UNEVEN) * self.mean
+            if even or not any(self._again(busiest, other) for other in order[:-1][:OTHERS]):
+                break
+            order.sort(key=self.tiles.__getitem__)
+        return self.shards
+
+    def _sharing(self) -> list[tuple[int, int]]:
+        """Return ranks with neighbouring parts of documents, those first that fetch most because of that."""
+        cuts, fetched = self.work.cuts, dict[tuple[int, int], int]()
+        runs = sorted((run.start, rank) for rank, runs in enumerate(self.shards) for run in runs)
+        for (_, a), (begin, b) in itertools.pairwise(runs):
+            pair = min(a, b), max(a, b)
+            fetched[pair] = fetched.get(pair, 0) + begin - cuts[bisect_right(cuts, begin) - 1]
+        order = sorted(fetched, key=lambda pair: (-fetched[pair], pair))
+        return [pair for pair in order if fetched[pair] * SHARED >= max(1, self.tokens)]
+
+    def _again(self, a: int, b: int) -> bool:
+        """Divide the pieces of two ranks again if that costs less, and return whether it does."""
+        old, of = [self.shards[a], self.shards[b]], self.work.of
+        if len(old[0]) + len(old[1]) > RUNS:
+            return False
+        new = [joined(pieces) for pieces in self.divide([*old[0], *old[1]], [sum(map(len, runs)) for runs in old])]
+        tiles = [tiles_of(runs, self.work.cuts, causal=True) for runs in new]
+        costs = [self._cost(*rank) for rank in zip(new, tiles, strict=True)]
+        before, after = (max(sum(map(of, runs)) for runs in both) for both in (old, new))
+        gain = self.costs[a] + self.costs[b] - sum(costs)
+        if gain * GAIN <= self.tokens or after > max(self.max_pairs, before):
+            return False
+        for index, rank in enumerate((a, b)):
+            self.shards[rank], self.tiles[rank], self.costs[rank] = new[index], tiles[index], costs[index]
+        return True
+
+    def _cost(self, runs: Sequence[range], tiles: int) -> int:
+        """Return the keys that a rank fetches, and the price of its runs and of its tiles above the mean."""
+        cuts, fetched, held = self.work.cuts, 0, 0
+        for run in runs:
+            fetched += run.start - max(cuts[bisect_right(cuts, run.start) - 1], held)
+            held = run.stop
+        above = max(0, 1000 * tiles - (1000 + UNEVEN) * self.mean)
+        return fetched + RUN * len(runs) + PRICE * self.tokens * above // (1000 * self.mean)
