@@ -23,6 +23,8 @@ from ringattn.dataflow import tiles
 from ringattn.dataflow.gather import transfer_of
 from ringattn.dataflow.gathered import interleaved
 from ringattn.dataflow.routes import many_runs
+from ringattn.dataflow.transfer import Hierarchical
+from ringattn.layouts.relay import Relay
 
 Results = dict[str, Tensor]
 
@@ -350,6 +352,13 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
         shards += step.shard_to is not None and lengths[step.owner] > 0
         parts += (step.part_to is not None or step.home_to is not None) and lengths[last.owner] > 0
     return (2 * shards, 2 * shards + 2 * parts) if ring else (shards + 3 * parts, 4 * shards + parts)
+
+
+def relay_of(plan: ringattn.Plan) -> Relay:
+    """How keys of a hierarchical gather cross the network."""
+    transfer = transfer_of(plan)
+    assert isinstance(transfer, Hierarchical)
+    return transfer.relay
 
 
 def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import ringattn
 from ringattn import virtual
 from ringattn.dataflow import messages
 from ringattn.dataflow.gather import transfer_of
+from ringattn.dataflow.transfer import Hierarchical
 from ringattn.layouts.relay import Relay, node_of, relay
 from ringattn.layouts.schedule import Fetch, head_groups
 from ringattn.peer import connect, symmetric
@@ -220,9 +221,9 @@ def test_copy_engines_need_nodes_that_are_the_hosts(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_host_has_no_relay() -> None:
-    assert transfer_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather")).relay is None
-    assert transfer_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=1)).relay is None
-    assert transfer_of(ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=[1, 3])).relay is not None
+    for local_size, relayed in ((None, False), (1, False), ([1, 3], True)):
+        plan = ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=local_size)
+        assert isinstance(transfer_of(plan), Hierarchical) is relayed, local_size
 
 
 @pytest.mark.parametrize(
@@ -346,8 +347,7 @@ def test_every_token_that_a_node_sees_crosses_once(drawn: Any) -> None:
 def test_every_rank_sends_and_receives_through_its_own_card() -> None:
     """In nodes of equal size rank i of each node talks to rank i of the others only, and carries as much as they."""
     plan = ringattn.plan(640, VirtualRank(0, 8), dataflow="gather", local_size=4)
-    result = transfer_of(plan).relay
-    assert result is not None
+    result = cases.relay_of(plan)
     for rank, runs in enumerate(result.carried):
         assert {run.owner for run in runs} == {(rank + 4) % 8}
         assert sum(run.length for run in runs) == 80
@@ -371,16 +371,14 @@ def spoiled(result: Relay) -> dict[str, Relay]:
 )
 def test_verify_notices_a_relay_that_is_wrong(problem: str) -> None:
     plan = ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=2, layout="contiguous")
-    result = transfer_of(plan).relay
-    assert result is not None
+    result = cases.relay_of(plan)
     with pytest.raises(AssertionError, match=problem):
         check_relay(spoiled(result)[problem], plan.fetches)
 
 
 def test_verify_notices_a_token_that_crosses_twice_or_for_nothing() -> None:
     plan = ringattn.plan(40, VirtualRank(0, 4), dataflow="gather", local_size=2, layout="contiguous", causal=True)
-    result = transfer_of(plan).relay
-    assert result is not None
+    result = cases.relay_of(plan)
     for owner in (0, 1):  # rank 3 carries tokens of rank 1; those of rank 0 are with rank 2
         last = result.carried[3][-1]
         more = (*result.carried[3], Fetch(owner, 0, 1, last.first + last.length))

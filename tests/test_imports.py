@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -128,6 +129,32 @@ def test_no_arrow_points_up() -> None:
     assert GRAPH["dataflow.ring"] <= {
         "dataflow.circulation", "dataflow.base", "kernels.contract", "kernels.delta", "partial", "plans", "shape",
     }  # fmt: skip
+
+
+def functions_that(asks: Callable[[ast.AST], bool], names: Iterable[str]) -> set[str]:
+    """The functions and classes of some modules in which a node of the syntax tree fulfils a condition:
+    ``dataflow.gather.Gather``."""
+    return {
+        f"{name}.{top.name}"
+        for name in names
+        for top in ast.parse(MODULES[name].read_text()).body
+        if isinstance(top, ast.FunctionDef | ast.ClassDef) and any(map(asks, ast.walk(top)))
+    }
+
+
+def test_one_function_chooses_how_keys_travel() -> None:
+    """What differs between copy engines, messages and their hierarchical kinds is a method of a transfer."""
+
+    def calls(*names: str) -> Callable[[ast.AST], bool]:
+        return lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) in names
+
+    def of_the_group(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr in ("pulls", "linked")
+
+    assert functions_that(of_the_group, DATAFLOWS) == {"dataflow.gather.transfer_of"}
+    assert functions_that(calls("isinstance", "hasattr", "getattr"), DATAFLOWS) == set()
+    asked = functions_that(calls("relay", "relays", "relay_between"), DATAFLOWS)
+    assert asked == {"dataflow.gather.transfer_of", "dataflow.tiles.relayed"}  # tiles move by messages only
 
 
 def test_the_allocator_of_a_cache_knows_no_device() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 import test_pulls
+from cases import relay_of
 from simulated_gpus import Deadlock, Network, Shared, Stream, World
 from test_pulls import CPU, WIDTH, Kernels, compare
 
@@ -46,8 +47,7 @@ class Call(test_pulls.Call):
     def expected(self, plan: ringattn.Plan) -> Tensor:
         """Return the sums of the contributions to a rank's keys: those of its node in the order of ranks, and then the
         sums of other nodes in the order of their carriers."""
-        relay = transfer_of(plan).relay
-        assert relay is not None
+        relay = relay_of(plan)
         sums = []
         for ranks in plan.nodes:
             total = torch.zeros_like(self.kv)
@@ -183,8 +183,7 @@ def test_runs_that_cross_are_one_message_where_they_are_many(name: str, collecte
     case = CASES[name]
     rank = VirtualRank(0, case.ranks)
     plan = ringattn.plan(case.seq_len, rank, layout=case.layout, dataflow="gather", **case.mask, local_size=case.nodes)
-    relay = transfer_of(plan).relay
-    assert relay is not None
+    relay = relay_of(plan)
     assert many_runs(relay.carried) == collected
 
 

@@ -27,14 +27,13 @@ How keys arrive and gradients leave: :mod:`.transfer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
 from ..layouts.relay import relay_between
-from ..layouts.schedule import Fetch
 from ..plans import Plan, once
 from ..shape import Shape
 from ..trace import named
@@ -133,11 +132,8 @@ class Gather(Dataflow):
             yield rank, gathered_block(plan, rank)
 
     def verify(self, plan: Plan) -> None:
-        """Prove what is fetched, over which ranks it comes where keys are relayed, and what is computed."""
-        verify.check_fetches(plan.fetches, plan.local_lengths_k)
-        relay = transfer_of(plan).relay
-        if relay is not None:
-            verify.check_relay(relay, plan.fetches)
+        """Prove what is fetched, and over which ranks it comes, and what is computed."""
+        transfer_of(plan).verify()
         verify.check_coverage(plan, self.blocks(plan))
 
     def prepare(self, plan: Plan) -> None:
@@ -145,26 +141,7 @@ class Gather(Dataflow):
         transfer_of(plan).prepare()
 
     def meetings(self, plan: Plan) -> list[str]:
-        from .description import shortened
-
-        def text(runs: Sequence[Fetch]) -> str:
-            tokens = [f"{run.owner}[{run.offset}:{run.offset + run.length}]" for run in runs]
-            return " ".join(shortened(tokens, "runs")) or "nothing"
-
-        fetched = [f"rank {rank} attends to owner[tokens]: {text(runs)}" for rank, runs in enumerate(plan.fetches)]
-        lines = shortened(fetched, "ranks")
-        transfer = transfer_of(plan)
-        if (relay := transfer.relay) is not None:
-            sizes = sorted({len(ranks) for ranks in relay.nodes})
-            some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-            inside = f"{transfer.inside} inside of them"
-            lines.append(f"{len(relay.nodes)} nodes of {some} ranks: messages between them, {inside}")
-            carried = [
-                f"rank {rank} carries for its node owner[tokens]: {text(runs)}"
-                for rank, runs in enumerate(relay.carried)
-            ]
-            lines += shortened(carried, "ranks")
-        return lines
+        return transfer_of(plan).meetings()
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return an upper bound on the CPU and over messages."""
@@ -194,4 +171,4 @@ def transfer_of(plan: Plan) -> Transfer:
     relay = relay_between(plan.fetches, plan.local_lengths_k, plan.nodes)
     if relay is None:
         return CopyEngines(plan) if engines else Messages(plan)
-    return HierarchicalEngines(plan, relay) if engines else HierarchicalMessages(plan, relay)
+    return HierarchicalEngines(plan, relay=relay) if engines else HierarchicalMessages(plan, relay=relay)

@@ -27,11 +27,13 @@ from ..transport.pending import Pending
 from .base import Call
 from .messages import Messages, delivered_rows, kernel_bytes, part_of, row_bytes
 from .routes import tokens_of
-from .transfer import Part, Waits
+from .transfer import Hierarchical, Part, Waits
 
 
-class HierarchicalMessages(Messages):
+class HierarchicalMessages(Hierarchical, Messages):
     """Across the network once for each node, and from there to the others."""
+
+    relayed = True
 
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
         network, node = (self.routes(stage, call.k.device) for stage in range(2))

@@ -7,6 +7,8 @@ Heads are processed in waves, one kernel each. While a wave is attended, the nex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,17 +24,18 @@ from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
 from .messages import row_bytes
 from .routes import tokens_of
-from .transfer import GradientReturn
+from .transfer import GradientReturn, Hierarchical
 
 
-class HierarchicalEngines(CopyEngines):
+@dataclass(frozen=True)
+class HierarchicalEngines(Hierarchical, CopyEngines):
     """Across the network once for each node, by messages, and inside of a node by copy engines."""
 
-    polls = False  # messages need multiprocessors, on which such a kernel might leave them no room
+    polls: ClassVar[bool] = False  # messages need multiprocessors, on which such a kernel might leave them no room
 
     @property
     def messages(self) -> HierarchicalMessages:
-        return self.tables.once("messages", lambda: HierarchicalMessages(self.plan, self.relay))
+        return self.tables.once("messages", lambda: HierarchicalMessages(self.plan, relay=self.relay))
 
     @property
     def pattern(self) -> Pattern:
@@ -40,7 +43,6 @@ class HierarchicalEngines(CopyEngines):
 
     def _pattern(self) -> Pattern:
         rank, relay = self.plan.rank, self.relay
-        assert relay is not None
         lengths = relay.lengths
         node = next(ranks for ranks in relay.nodes if rank in ranks)
         place = {other: i for i, other in enumerate(node)}
@@ -63,7 +65,7 @@ class HierarchicalEngines(CopyEngines):
 
     def pull(self, call: Call, link: Link, buffers: FetchBuffers, in_place: bool) -> Pull:
         routes, transport = self.messages.routes(0, call.k.device), self.plan.transport
-        own, _ = self.messages.tokens
+        own, _ = self.tokens
 
         def move(shard: Tensor, heads: slice) -> None:
             if routes.leaving is None:  # from its place to its place, for each head
@@ -84,9 +86,8 @@ class HierarchicalEngines(CopyEngines):
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
         """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries,
         and the receive buffer; in the backward contributions and their sums."""
-        assert self.relay is not None
         s, rank, cut = shape, self.plan.rank, self.waves(shape, backward)
-        (own, extended), sent = self.messages.tokens, tokens_of(rank, self.relay.carried)
+        (own, extended), sent = self.tokens, tokens_of(rank, self.relay.carried)
         heads = max(wave.stop - wave.start for wave in cut)
         total = self.kept_bytes(s, backward)
         if self.messages.collects(0):  # what leaves and what arrives in a wave
@@ -107,7 +108,7 @@ class PushedToCarriers(GradientReturn):
         self.link, self.waves = self.push.link, self.push.targets.waves
         self.dk, self.dv = self.push.dk, self.push.dv
         self.network = transfer.messages.routes(0, call.k.device)
-        self.own, self.extended = transfer.messages.tokens
+        self.own, self.extended = transfer.tokens
         self.moving: list[tuple[int, Tensor, Sequence[tuple[slice, Tensor]], torch.cuda.Event]] = []
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:

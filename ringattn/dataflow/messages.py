@@ -6,7 +6,7 @@ A message is rows of (tokens, batch, heads, both head dims), see :mod:`.routes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .transfer import GradientReturn, Part, Transfer, Waits
 
 class Messages(Transfer):
     """From each rank to each other one."""
+
+    relayed: ClassVar[bool] = False  # two exchanges come before the attention
 
     def collects(self, stage: int) -> bool:
         """Return whether the runs from one rank to another are one message of an exchange."""
@@ -49,20 +51,13 @@ class Messages(Transfer):
 
         return self.tables.once(("routes", stage), make)
 
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """The tokens of the rank's own shard, and of its extended one."""
-        tokens = self.plan.local_lengths_k[self.plan.rank]
-        return tokens, tokens if self.relay is None else self.relay.lengths[self.plan.rank]
-
     def prepare(self) -> None:
         for stage in range(len(self.stages)):
             self.routes(stage)
 
     def groups(self, shape: Shape, device: torch.device, backward: bool) -> list[slice]:
         """Return the key heads that are fetched and attended one after another."""
-        options = {} if self.relay is None else {"relayed": True}
-        return head_groups(shape.kv_heads, shape.q_heads, device.type, backward, **options)
+        return head_groups(shape.kv_heads, shape.q_heads, device.type, backward, relayed=self.relayed)
 
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
         routes, groups = self.routes(0, call.k.device), self.groups(call.shape, call.q.device, backward)

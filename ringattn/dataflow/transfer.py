@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
+from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys
 from ..layouts.relay import Relay
 from ..layouts.schedule import Fetch
@@ -78,22 +79,37 @@ class GradientReturn(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A plan's transfer, and its tables.
+    """A plan's transfer.
 
     Args:
-        relay: how keys cross the network once for each node; None where nodes do not matter.
         tables: that are made once, by what they are and the stage or device.
     """
 
     plan: Plan
-    relay: Relay | None = None
-    tables: Memo[Any] = field(default_factory=lambda: Memo(64), compare=False)
+    tables: Memo[Any] = field(default_factory=lambda: Memo(64), compare=False, kw_only=True)
     inside: ClassVar[str] = "messages"  # what moves keys inside of a node
 
     @property
     def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
         """The exchanges that follow each other: for every rank the runs that it takes."""
-        return (self.plan.fetches,) if self.relay is None else (self.relay.carried, self.relay.fetches)
+        return (self.plan.fetches,)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The tokens of the rank's own shard, and of the one that other ranks of its node take keys from."""
+        return (self.plan.local_lengths_k[self.plan.rank],) * 2
+
+    def verify(self) -> None:
+        """Prove that the exchanges bring every rank what it fetches.
+
+        Raises:
+            AssertionError: with what is wrong and where.
+        """
+        verify.check_fetches(self.plan.fetches, self.plan.local_lengths_k)
+
+    def meetings(self) -> list[str]:
+        """Return lines that say which ranks take which tokens."""
+        return _lines("attends to", self.plan.fetches)
 
     def of(self, call: Call) -> Transfer:
         """Return the transfer of one call: messages where its tensors have no link, as in the capture of a graph."""
@@ -125,3 +141,42 @@ class Transfer:
     def kept_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the part of :meth:`memory_bytes` that stays allocated between calls."""
         return 0
+
+
+@dataclass(frozen=True)
+class Hierarchical(Transfer):
+    """A transfer in two exchanges, between nodes and inside of each one.
+
+    Args:
+        relay: how keys cross the network once for each node.
+    """
+
+    relay: Relay = field(kw_only=True)
+
+    @property
+    def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
+        return self.relay.carried, self.relay.fetches
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return self.relay.own[self.plan.rank], self.relay.lengths[self.plan.rank]
+
+    def verify(self) -> None:
+        super().verify()
+        verify.check_relay(self.relay, self.plan.fetches)
+
+    def meetings(self) -> list[str]:
+        sizes = sorted({len(ranks) for ranks in self.relay.nodes})
+        some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+        nodes = f"{len(self.relay.nodes)} nodes of {some} ranks: messages between them, {self.inside} inside of them"
+        return [*super().meetings(), nodes, *_lines("carries for its node", self.relay.carried)]
+
+
+def _lines(what: str, fetches: Sequence[Sequence[Fetch]]) -> list[str]:
+    from .description import shortened  # only plans that are described need it
+
+    def text(runs: Sequence[Fetch]) -> str:
+        tokens = [f"{run.owner}[{run.tokens.start}:{run.tokens.stop}]" for run in runs]
+        return " ".join(shortened(tokens, "runs")) or "nothing"
+
+    return shortened([f"rank {rank} {what} owner[tokens]: {text(runs)}" for rank, runs in enumerate(fetches)], "ranks")
