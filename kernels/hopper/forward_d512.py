@@ -256,7 +256,8 @@ def _load_keys_of_step(inputs, arrival, arrived, shared, batch, column, kv_head,
         if place >= 0:
             _load_keys(inputs.own[0], shared, batch, place + key, kv_head, used)
         else:
-            arrived = wait_for_row(row, arrived, arrival)
+            wait_for_row(row, arrived, arrival)
+            arrived = row
             _load_keys(inputs.k, shared, batch, column + key, kv_head, used)
     return arrived
 
@@ -338,7 +339,8 @@ def _producer(inputs, work, arrival, shared, options):
         if READY:
             row = (batch * work.q_heads + head) // work.ratio
             if len(inputs.own) == 0:
-                arrived = wait_for_row(row, arrived, arrival)
+                wait_for_row(row, arrived, arrival)
+                arrived = row
         arrived = _load_keys_of_step(inputs, arrival, arrived, shared, batch, end - STEP, kv_head, row, i > 0)
         for column in range(end - 2 * STEP, begin - STEP, -STEP):
             arrived = _load_keys_of_step(inputs, arrival, arrived, shared, batch, column, kv_head, row, True)
@@ -581,21 +583,23 @@ def _consumer(C: gl.constexpr, shared, rows, batch_stride, seq_q, q_heads, score
         packed = pack(low, high, DTYPE)
         send(C, x, packed, mine, shared, FIXED)
 
-        sums = Sums(acc, m, mine, l, packed)
         if PERIOD:
             for above in range(last, begin, -STEP * PERIOD):
                 down = gl.maximum(above - STEP * PERIOD, begin)
                 cut, past_full = gl.maximum(full_begin, down), gl.maximum(full_end, down)
+                sums = Sums(acc, m, mine, l, packed)
                 x, sums = _walk(C, above, down, cut, past_full, shared, x, sums, tile, FIXED)
-                flushed, m_aside = flush(sums.acc, sums.m, rows.aside_ptr, m_aside, C, CONSUMERS)
-                sums = Sums(flushed, sums.m, sums.mine, sums.l, sums.packed)
+                acc, m, mine, l, packed = sums
+                acc, m_aside = flush(acc, m, rows.aside_ptr, m_aside, C, CONSUMERS)
         else:
+            sums = Sums(acc, m, mine, l, packed)
             x, sums = _walk(C, last, begin, full_begin, full_end, shared, x, sums, tile, FIXED)
+            acc, m, mine, l, packed = sums
         mbarrier.arrive(shared.q_free.index(C), count=1)
 
         # The last product with V, and the sums of the other CTA.
-        other, others = receive(C, x, sums.packed, sums.mine, shared, FIXED)
-        acc, l, packed, other, m = _join(sums, other, others, DTYPE, FIXED)
+        other, others = receive(C, x, packed, mine, shared, FIXED)
+        acc, l, packed, other, m = _join(Sums(acc, m, mine, l, packed), other, others, DTYPE, FIXED)
         acc, _unused, used = _add_own(acc, packed, packed, shared, x, 1, False)
         x += 1
         send_sums(C, x, l, shared)

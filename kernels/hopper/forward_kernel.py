@@ -720,7 +720,8 @@ def wait_for_row(row, arrived, arrival):
     """Wait for the flag of a row of keys and values, unless it is the one that was waited for last; return the row."""
     if row != arrived:
         wait_row(arrival.flags_ptr, row, arrival.epoch, arrival.timed_out_ptr, 4)
-    return row
+        arrived = row
+    return arrived
 
 
 @gluon.jit
@@ -754,8 +755,8 @@ def _producer(inputs, work, division, arrival, shared, options, BN: gl.constexpr
             mbarrier.wait(shared.q_free.index(slot * N + c), phase ^ 1)
         shared.info.index(i % SLOTS).store(info)
         if len(division) > 0:
-            part = w - division.undivided
-            division.numbers.index(i % SLOTS).store(gl.full([INFO], part, gl.int32, INFO_LAYOUT))
+            slots = division.numbers
+            slots.index(i % SLOTS).store(gl.full([INFO], w - division.undivided, gl.int32, INFO_LAYOUT))
         mbarrier.arrive(shared.info_full.index(i % SLOTS), count=1)
         first = number_of(info, 0)
         begin = number_of(info, 2)
@@ -891,8 +892,8 @@ def _step(q, tile, shared, g, sums, column, limits, even, C: gl.constexpr, optio
     if len(even) > 0:  # the product that adds ALiBi
         A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
         side, first = even
-        columns = alibi_product.columns_of(tile.score.alibi)
-        s = warpgroup_mma(unpack(side[0], gl.bfloat16, A_L), columns, s, is_async=True)
+        rows = unpack(side[0], gl.bfloat16, A_L)
+        s = warpgroup_mma(rows, alibi_product.columns_of(tile.score.alibi), s, is_async=True)
     acc = rescaled(acc, alpha, FIXED)  # overlaps the product with K
     mbarrier.wait(shared.v_full.index(vs), v_phase)
     p = unpack(packed, DTYPE, P_L)
@@ -1150,19 +1151,20 @@ def _consumer(C: gl.constexpr, rows, shared, sizes, score, division, options):
         s = hide(s, past - BN, start, end)
         m, l, alpha, x = softmax(s, m, l, rest, unit, (), 0.0, FIXED)
         low, high = pairs(x)
-        sums = Sums(acc, m, l, alpha, pack(low, high, DTYPE))
+        packed = pack(low, high, DTYPE)
 
         if PERIOD:  # all key tiles, of which those are hidden that this consumer does not see
             for above in range(last, begin, -BN * PERIOD):
                 down = gl.maximum(above - BN * PERIOD, begin)
                 cut, past_full = gl.maximum(full_begin, down), gl.maximum(full_end, down)
+                sums = Sums(acc, m, l, alpha, packed)
                 g, sums = _walk(above, down, cut, past_full, tile, shared, g, sums, C, options)
-                flushed = rescaled(sums.acc, sums.alpha, FIXED)
-                flushed, m_aside = flush(flushed, sums.m, rows.aside_ptr, m_aside, C, N)
-                sums = Sums(flushed, sums.m, sums.l, sums.alpha, sums.packed)
+                acc, m, l, alpha, packed = sums
+                acc, m_aside = flush(rescaled(acc, alpha, FIXED), m, rows.aside_ptr, m_aside, C, N)
         else:
+            sums = Sums(acc, m, l, alpha, packed)
             g, sums = _walk(past - BN, first, full_begin, full_end, tile, shared, g, sums, C, options)
-        acc, m, l, alpha, packed = sums
+            acc, m, l, alpha, packed = sums
         mbarrier.arrive(shared.q_free.index(at), count=1)
 
         # The last product with V, and where EARLY the first scores of the next query tile.
