@@ -26,7 +26,8 @@ UNEVEN = 5  # a rank with more tiles above the mean, per mille, is paired ...
 OTHERS = 24  # ... with one of at most this many others that have fewest
 RUNS = 30  # two ranks with more seldom gain
 RUN = 64  # tokens to fetch that one run less is worth
-PRICE = 10  # tokens per tile above the mean, each as a share of a rank's
+PRICE = 10  # tokens per tile above the mean, each as a share of a rank's ...
+EVEN_PRICE = 80  # ... where tiles are to become even
 GAIN = 256  # two ranks keep pieces that cost less by a rank's tokens over this
 
 Divide = Callable[[list[range], list[int]], list[list[range]]]
@@ -45,6 +46,7 @@ class Pairwise:
         shards: runs of each rank, growing.
         tiles: of each rank; ``mean``: on average.
         costs: of each rank, in tokens to fetch.
+        in_vain: two ranks, with their costs, that kept their pieces.
     """
 
     def __init__(self, work: Work, shards: Sequence[Sequence[range]], max_pairs: int, divide: Divide) -> None:
@@ -53,10 +55,11 @@ class Pairwise:
         self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
         self.tiles = [tiles_of(runs, work.cuts, causal=True) for runs in self.shards]
         self.mean = max(1, sum(self.tiles) // len(shards))
-        self.costs = [self._cost(runs, tiles) for runs, tiles in zip(self.shards, self.tiles, strict=True)]
+        self.in_vain = set[tuple[int, int, int, int]]()
 
     def improve(self) -> list[list[range]]:
         """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before."""
+        self._set_price(PRICE)
         for _ in range(ROUNDS):
             done = set[int]()
             for a, b in self._sharing():
@@ -64,6 +67,7 @@ class Pairwise:
                     done |= {a, b}
             if not done:
                 break
+        self._set_price(EVEN_PRICE)
         order = sorted(range(len(self.shards)), key=self.tiles.__getitem__)
         for _ in range(len(order)):
             busiest = order[-1]
@@ -72,6 +76,10 @@ class Pairwise:
                 break
             order.sort(key=self.tiles.__getitem__)
         return self.shards
+
+    def _set_price(self, price: int) -> None:
+        self.price = price
+        self.costs = [self._cost(runs, tiles) for runs, tiles in zip(self.shards, self.tiles, strict=True)]
 
     def _sharing(self) -> list[tuple[int, int]]:
         """Return ranks with neighbouring parts of documents, those first that fetch most because of that."""
@@ -86,7 +94,8 @@ class Pairwise:
     def _again(self, a: int, b: int) -> bool:
         """Divide the pieces of two ranks again if that costs less, and return whether it does."""
         old, of = [self.shards[a], self.shards[b]], self.work.of
-        if len(old[0]) + len(old[1]) > RUNS:
+        state = a, b, self.costs[a], self.costs[b]
+        if len(old[0]) + len(old[1]) > RUNS or state in self.in_vain:
             return False
         new = [joined(pieces) for pieces in self.divide([*old[0], *old[1]], [sum(map(len, runs)) for runs in old])]
         tiles = [tiles_of(runs, self.work.cuts, causal=True) for runs in new]
@@ -94,6 +103,7 @@ class Pairwise:
         before, after = (max(sum(map(of, runs)) for runs in both) for both in (old, new))
         gain = self.costs[a] + self.costs[b] - sum(costs)
         if gain * GAIN <= self.tokens or after > max(self.max_pairs, before):
+            self.in_vain.add(state)
             return False
         for index, rank in enumerate((a, b)):
             self.shards[rank], self.tiles[rank], self.costs[rank] = new[index], tiles[index], costs[index]
@@ -106,4 +116,4 @@ class Pairwise:
             fetched += run.start - max(cuts[bisect_right(cuts, run.start) - 1], held)
             held = run.stop
         above = max(0, 1000 * tiles - (1000 + UNEVEN) * self.mean)
-        return fetched + RUN * len(runs) + PRICE * self.tokens * above // (1000 * self.mean)
+        return fetched + RUN * len(runs) + self.price * self.tokens * above // (1000 * self.mean)
