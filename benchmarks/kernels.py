@@ -119,8 +119,8 @@ def cudnn_flex(module: ModuleType) -> Callable:
         nonlocal latest, plan
         key = q.shape, k.shape, v.shape, q.dtype, mask, q.requires_grad
         if key != latest:
-            ends = ends_of_intervals(mask, q.shape[1])[None].to(q.device)
-            plan = create_mask_plan(ends.contiguous(), q, k, v, build_backward=q.requires_grad)
+            ends = ends_of_intervals(mask, q.shape[1]).repeat(1, q.shape[0])[None].to(q.device)  # all rows, in turn
+            plan = create_mask_plan(ends, q, k, v, build_backward=q.requires_grad)
             latest = key
         return flex_attn_func(q, k, v, mask_plan=plan, **how)
 
