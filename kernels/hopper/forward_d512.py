@@ -256,7 +256,8 @@ def _load_keys_of_step(inputs, arrival, arrived, shared, batch, column, kv_head,
         if place >= 0:
             _load_keys(inputs.own[0], shared, batch, place + key, kv_head, used)
         else:
-            wait_for_row(row, arrived, arrival)
+            if row != arrived:
+                wait_for_row(row, arrival)
             arrived = row
             _load_keys(inputs.k, shared, batch, column + key, kv_head, used)
     return arrived
@@ -339,7 +340,8 @@ def _producer(inputs, work, arrival, shared, options):
         if READY:
             row = (batch * work.q_heads + head) // work.ratio
             if len(inputs.own) == 0:
-                wait_for_row(row, arrived, arrival)
+                if row != arrived:
+                    wait_for_row(row, arrival)
                 arrived = row
         arrived = _load_keys_of_step(inputs, arrival, arrived, shared, batch, end - STEP, kv_head, row, i > 0)
         for column in range(end - 2 * STEP, begin - STEP, -STEP):

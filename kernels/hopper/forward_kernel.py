@@ -704,7 +704,9 @@ def _load_keys(inputs, arrival, arrived, shared, batch, column, kv_head, row, g,
         if place >= 0:
             _load_pieces(own_k, shared.k, shared.k_full, batch, place + column % GRID, kv_head, stage)
         else:
-            arrived = wait_for_row(row, arrived, arrival)
+            if row != arrived:
+                wait_for_row(row, arrival)
+                arrived = row
             _load_pieces(inputs.k, shared.k, shared.k_full, batch, column, kv_head, stage)
         if g >= STAGES:
             barrier_sync(V_FREE + stage, THREADS)
@@ -716,12 +718,9 @@ def _load_keys(inputs, arrival, arrived, shared, batch, column, kv_head, row, g,
 
 
 @gluon.jit
-def wait_for_row(row, arrived, arrival):
-    """Wait for the flag of a row of keys and values, unless it is the one that was waited for last; return the row."""
-    if row != arrived:
-        wait_row(arrival.flags_ptr, row, arrival.epoch, arrival.timed_out_ptr, 4)
-        arrived = row
-    return arrived
+def wait_for_row(row, arrival):
+    """Wait for the flag of a row of keys and values."""
+    wait_row(arrival.flags_ptr, row, arrival.epoch, arrival.timed_out_ptr, 4)
 
 
 @gluon.jit
@@ -769,8 +768,10 @@ def _producer(inputs, work, division, arrival, shared, options, BN: gl.constexpr
         row = 0
         if READY:
             row = (batch * work.q_heads + head) // work.ratio
-            if len(inputs.own) == 0:
-                arrived = wait_for_row(row, arrived, arrival)
+            if len(inputs.own) == 0:  # noqa: SIM102
+                if row != arrived:
+                    wait_for_row(row, arrival)
+                    arrived = row
         for column in range(end - BN, begin + BN, -BN):
             arrived = _load_keys(inputs, arrival, arrived, shared, batch, column, kv_head, row, g, options)
             g += 1
@@ -796,7 +797,7 @@ def _producer(inputs, work, division, arrival, shared, options, BN: gl.constexpr
 
 @gluon.constexpr_function
 def _chains(consumers):
-    """Return the ``CHAINS`` of :func:`..forward_scores.row_max`. Two consumers have it at the same time as exponentials
+    """Return the ``CHAINS`` of :func:`row_max`. Two consumers have it at the same time as exponentials
     of their other rows; three find it sooner in more chains, and the others have exponentials meanwhile."""
     return 2 if consumers == 3 else 1
 
