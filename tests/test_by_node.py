@@ -46,7 +46,7 @@ def attend(case: Case, group: VirtualRank) -> tuple[cases.Part, list[int]]:
     return part, [group.sent_to[peer] for peer in range(group.world_size)]
 
 
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("name", few(["2+1+3", "2x2", "2x3", "3x2", "4x1"], 2))
 @pytest.mark.parametrize("mask", cases.MASKS)
 def test_equals_dense_attention(mask: str, name: str) -> None:
     world_size, local_size = NODES[name]

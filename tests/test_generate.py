@@ -17,6 +17,7 @@ from scripts import generate, train
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.long
 def test_two_processes_and_the_text_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("It was the best of times, it was the worst of times. " * 20)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

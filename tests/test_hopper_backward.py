@@ -188,6 +188,7 @@ RELOADS = {
 ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dims", "change"),
     list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi"), ((128, 128), "ordered")],
@@ -203,6 +204,7 @@ def test_changed_scores_compile_without_serialized_products(dims, change):
     assert report["reloads"] <= RELOADS[dims, change]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
 @pytest.mark.parametrize("dims", [(96, 96), (192, 128), (256, 256)], ids=str)
 def test_rounded_gradients_are_stored_by_16_bytes(dims):

@@ -230,6 +230,7 @@ def facts_of(dims: tuple[int, int]) -> dict[str, dict]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dims", "kind"), [(dims, kind) for dims in DIMS for kind in kinds_of(dims)], ids=str)
 def test_compiled_code(dims, kind):
     facts = facts_of(dims)[kind]

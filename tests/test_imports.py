@@ -291,6 +291,7 @@ def installed(name: str) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not (installed("transformers") and installed("kernels")),
     reason="needs the PyPI packages transformers and kernels, which ringattn does not",

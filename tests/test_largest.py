@@ -10,7 +10,7 @@ import torch
 from cases import Case, Dense, any_case
 from hypothesis import given
 from kernel_contract import CASES, Problem, make_problem, refusals, use_small_tiles
-from suite import examples
+from suite import examples, few
 from torch import Tensor
 
 import ringattn
@@ -121,7 +121,7 @@ def largest_of(name: str, x: Problem) -> Tensor:
     return top
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_kernels(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch)

@@ -105,6 +105,7 @@ def test_modules_understand_their_commands(gpus: int) -> None:
     assert {name for name, some in steps.items() if any(x.variables for x in some)} <= {*BY_NODE, "sockets"}
 
 
+@pytest.mark.long
 def test_steps_that_fail_are_run_again_and_others_are_not(tmp_path: Path) -> None:
     rehearsal = dict(REHEARSE="1", GPUS="2", OUT=str(tmp_path), STEPS="decode trace")
     (tmp_path / "traces").touch()  # where the step wants a folder

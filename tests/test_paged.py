@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from paged_cases import Case, Step, distributed, with_room
+from suite import few
 from torch import Tensor
 
 from ringattn.kernels.contract import Score
@@ -59,7 +60,7 @@ def test_eager_is_dense_attention(case: dict[str, Any], plain: bool, fixed_split
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("plain", "fixed_split"), [(True, 0), (False, 64)])
+@pytest.mark.parametrize(("plain", "fixed_split"), few([(False, 64), (True, 0)]))
 def test_triton_is_dense_attention(case: dict[str, Any], plain: bool, fixed_split: int) -> None:
     compare(BACKENDS["triton"], Case(**case, device=DEVICE), plain, fixed_split, 3e-6)
 

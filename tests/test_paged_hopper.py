@@ -54,6 +54,7 @@ def compiled_for_hopper() -> dict[str, dict[str, Any]]:
     return reports
 
 
+@pytest.mark.long
 def test_latent_attention_compiles_without_serialized_products_and_reloads() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[1])}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)

@@ -22,6 +22,7 @@ def compared(folder: str) -> int:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_two_ranks_measure_and_report(pools: Callable[[int], Pool], world_size: int, tmp_path: Path) -> None:
     assert pools(world_size).run(compared, str(tmp_path)) == [0, 0]

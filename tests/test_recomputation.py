@@ -157,6 +157,7 @@ def test_the_backward_of_another_thread() -> None:
         torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["together", "last first"])
 def test_layers_compiled_in_place(order: str) -> None:
     torch._dynamo.reset()

@@ -54,6 +54,7 @@ def state(folder: Path) -> dict[str, Any]:
     return train.load_checkpoint(path)
 
 
+@pytest.mark.long
 def test_two_ranks_match_one_process_and_a_resumed_run_continues_exactly(tmp_path, monkeypatch):
     text = f"--text={ROOT / 'ringattn' / 'mask.py'}"
     with monkeypatch.context() as patch:
