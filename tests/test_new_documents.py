@@ -289,7 +289,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         module.dispatch = note
     backward_inputs._base2 = Ignored()
     for module in (hopper_backward, hopper_forward):
-        module.work_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+        module.work_counter = lambda *how: torch.zeros(1, dtype=torch.int32)
     # Query tiles that all have as many key tiles, as in a ring of two ranks that share one document, may have a kernel
     # of their own, which the first batch of others does not compile.
     hopper_forward.divide_last = lambda *how: None
