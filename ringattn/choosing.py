@@ -20,7 +20,7 @@ from .layouts.schedule import Schedule
 from .layouts.shards import LAYOUTS, Shard, append, length
 from .masks.common import full
 from .masks.pairs import Work
-from .request import Request, Split
+from .plan_arguments import Request, Split
 from .transport.group import GroupTransport, Transport
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .masks.intervals import Mask
 from .memo import Memo
-from .request import ADVICE, BUFFER_BYTES, Request
+from .plan_arguments import ADVICE, BUFFER_BYTES, Request
 from .transport import group as transports
 from .transport import lockstep
 from .transport.group import Transport

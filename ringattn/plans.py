@@ -1,6 +1,6 @@
 """Plan: mask, layout and schedule for one sequence shape, agreed by all ranks and used by every layer.
 
-A plan is data: it holds what was decided and derives blocks from it. :mod:`.request` makes plans, :mod:`.dataflow`
+A plan is data: it holds what was decided and derives blocks from it. :mod:`.factory` makes plans, :mod:`.dataflow`
 runs them and predicts what they cost, :mod:`.verify` proves them.
 """
 
@@ -24,7 +24,7 @@ from .layouts.placement import Placement
 from .layouts.schedule import Schedule, Step
 from .masks.pairs import count_below
 from .memo import Memo
-from .request import Request
+from .plan_arguments import Request
 from .shape import Shape
 from .transport import lockstep
 from .transport.group import Transport

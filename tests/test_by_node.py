@@ -23,7 +23,7 @@ from ringattn.dataflow.transfer import Hierarchical
 from ringattn.layouts.relay import Relay, node_of, relay
 from ringattn.layouts.schedule import Fetch, head_groups
 from ringattn.peer import connect, symmetric
-from ringattn.request import nodes_of
+from ringattn.plan_arguments import nodes_of
 from ringattn.shape import Shape
 from ringattn.transport import group as transports
 from ringattn.verify import check_relay

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import request, virtual
+from ringattn import plan_arguments, virtual
 from ringattn.errors import Desynchronized
 from ringattn.transport import lockstep
 from ringattn.transport.group import GroupTransport
@@ -234,17 +234,17 @@ def test_an_argument_error_of_decode(pools: Callable[[int], Pool], world_size: i
 
 def another_version() -> tuple[str, str]:
     """Make a plan where rank 1 has another version of the library."""
-    version = request.VERSION
-    request.VERSION += dist.get_rank()
+    version = plan_arguments.VERSION
+    plan_arguments.VERSION += dist.get_rank()
     try:
         return error_of(make)
     finally:
-        request.VERSION = version
+        plan_arguments.VERSION = version
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_versions_of_the_library_that_differ_are_named(pools: Callable[[int], Pool], world_size: int) -> None:
-    version = request.VERSION
+    version = plan_arguments.VERSION
     for kind, text in pools(world_size).run(another_version):
         assert kind == "Disagreement"
         assert f"version is {version} on ranks [0], {version + 1} on ranks [1]" in text

@@ -28,7 +28,7 @@ from ringattn.dataflow.gather import transfer_of
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.dataflow.routes import many_runs
 from ringattn.peer import link as memory
-from ringattn.request import nodes_of
+from ringattn.plan_arguments import nodes_of
 from ringattn.virtual import VirtualRank
 
 SEEDS = 6  # orders of execution of each case

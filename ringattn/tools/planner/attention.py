@@ -13,11 +13,11 @@ import numpy as np
 from ... import dataflow as dataflows
 from ...factory import plan
 from ...layouts.relay import Nodes
+from ...plan_arguments import nodes_of
 from ...plans import Plan
 from ...predict import dataflow_time
 from ...predict.cost import Costs
 from ...predict.dataflow_time import Candidate, Problem
-from ...request import nodes_of
 from ...shape import Shape
 from ...virtual import VirtualRank
 

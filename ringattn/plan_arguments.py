@@ -1,4 +1,4 @@
-"""Request: the checked arguments of plan(), what they hide in one mask, and what ranks compare of them."""
+"""The checked arguments of plan() as a Request, with one mask of what they hide, and what ranks compare of them."""
 
 from __future__ import annotations
 
