@@ -254,6 +254,7 @@ def test_offsets_beyond_two_billion():
 # --- what the compiler makes of them -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_compiled_for_hopper():
     """No GPU needed: the launches of the main configurations, compiled for sm_90 in a process of their own."""
     import sass

@@ -293,6 +293,7 @@ def test_a_checkpoint_resumes_at_another_number_of_ranks(pools, tmp_path) -> Non
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.long
 def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
 
