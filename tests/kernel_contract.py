@@ -411,7 +411,7 @@ def use_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "_BLOCK", 16)
     if has_triton():
         from ringattn.kernels.triton import backward, backward_large, forward
-        from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles
+        from ringattn.kernels.triton.launch_parameters import Passes, Tiles, WideTiles
 
         tiles = Tiles(16, 16, 4, 2)
         monkeypatch.setattr(forward, "choose_tiles", lambda q, v: tiles)

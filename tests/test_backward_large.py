@@ -24,7 +24,7 @@ from ringattn.kernels.backends import BACKENDS
 from ringattn.kernels.contract import Block, Keys, Queries, Score
 from ringattn.kernels.triton import backward_large
 from ringattn.kernels.triton.backward_inputs import Inputs
-from ringattn.kernels.triton.tiles import WideTiles
+from ringattn.kernels.triton.launch_parameters import WideTiles
 
 EAGER, TRITON = BACKENDS["eager"], BACKENDS["triton"]
 SIZE = 32

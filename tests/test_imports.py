@@ -100,8 +100,7 @@ def test_few_modules_in_the_root_and_names_that_mean_one_thing() -> None:
     assert len(list((ROOT / "ringattn").glob("*.py"))) <= 26
     # The same part of another folder's subject: kernels of an architecture, facades, and what every folder may have.
     same = {
-        "__init__", "attention", "backends", "backward", "backward_wide", "batch", "contract", "doctor", "eager",
-        "flash", "forward", "hf", "loss", "parts", "primitives", "tiles",
+        "__init__", "backends", "backward", "batch", "doctor", "eager", "flash", "forward", "loss", "primitives",
     }  # fmt: skip
     places = Counter(path.stem for path in ALL.values())
     assert {name for name, count in places.items() if count > 1} <= same

@@ -39,7 +39,7 @@ import ringattn.hf
 from ringattn import virtual
 from ringattn.dataflow import DATAFLOWS
 from ringattn.hf import Recompute, reduce_memory
-from ringattn.tools.planner import attention, memory
+from ringattn.tools.planner import memory, one_layer
 from ringattn.tools.planner.model_shapes import MODELS, ModelShape
 from ringattn.training import HostMemory, attention_results, by_heads, by_tokens, recompute
 from ringattn.training import offload as host_memory
@@ -583,7 +583,7 @@ def test_memory_is_what_the_planner_says(
     host: int, products: int, mlp_chunk: int, head_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_results, "_is_attention", lambda f: f is torch.ops.live_bytes.attention.default)
-    monkeypatch.setattr(attention, "memory", lambda row, s: attention.Bytes(0, 0))
+    monkeypatch.setattr(one_layer, "memory", lambda row, s: one_layer.Bytes(0, 0))
     place = _Elsewhere() if host else HostMemory(0)
     most = live_bytes(Recompute(place, place, products=products), mlp_chunk, head_groups)
     switches = memory.Switches(

@@ -18,11 +18,11 @@ from ringattn import plan as plan_function
 from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
-from ringattn.tools.planner import attention, hardware, memory
-from ringattn.tools.planner.attention import DATAFLOWS, Row
+from ringattn.tools.planner import hardware, memory, one_layer
 from ringattn.tools.planner.command import main
 from ringattn.tools.planner.memory import Switches
 from ringattn.tools.planner.model_shapes import KINDS, MODELS, ModelShape, from_config, named
+from ringattn.tools.planner.one_layer import DATAFLOWS, Row
 from ringattn.tools.planner.training_step import Way, _pointwise
 from ringattn.tools.planner.training_step import step as step_of
 from ringattn.tools.planner.ways import MOST, Problem, judge, longest, saving, sizes, verdicts, way_of
@@ -75,7 +75,7 @@ def test_activations_are_those_of_transformers(
 ) -> None:
     parameters, most = step(lambda: model_of(shape), tokens, chunk, keep)
     assert parameters == pytest.approx(2 * shape.parameters, rel=1e-3)  # and the table of frequencies
-    monkeypatch.setattr(attention, "memory", lambda row, s: attention.Bytes(0, 0))
+    monkeypatch.setattr(one_layer, "memory", lambda row, s: one_layer.Bytes(0, 0))
     switches = Switches(
         optimizer="sgd", recompute=keep is not None, keep_attention_out=keep is not False, loss_chunk=chunk
     )
@@ -98,8 +98,8 @@ def test_memory_is_what_was_measured(layers: int, tokens: int, gpus: int, gib: f
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_what_attention_keeps_is_a_part_of_what_a_backward_needs(hosts: int, dataflow: str) -> None:
     row, shape = Row(1 << 12, hosts, 4, dataflow=dataflow), Shape()
-    kept, more = attention.memory(row, shape)
-    flow, plan = dataflows.choose(row.kind, False), attention._plan(row)
+    kept, more = one_layer.memory(row, shape)
+    flow, plan = dataflows.choose(row.kind, False), one_layer._plan(row)
     assert kept + more == flow.memory_bytes(plan, shape, True)
     assert (kept > 0) == (row.kind == "gather" and not row.flat), "messages keep nothing"
     if hosts == 1 and kept:  # as in a forward, and what three others push
@@ -193,13 +193,13 @@ def attention_ms(
 ) -> Candidate:
     made = hardware.cluster(f"{hosts}x{local_size}", "h200", "nvlink,ib400")
     row = Row(tokens, hosts, local_size, dataflow=dataflow, buffer_bytes=1 << 40)
-    return attention.time(row, Shape(), replace(made.costs, **costs), slow or {}, slow_link or {})
+    return one_layer.time(row, Shape(), replace(made.costs, **costs), slow or {}, slow_link or {})
 
 
 def efficiency(dataflow: str, hosts: int, local_size: int, tokens: int) -> tuple[float, float]:
     """Return the share of the speed of the attention alone: forward, and forward + backward."""
     got = attention_ms(dataflow, hosts, local_size, tokens)
-    alone = attention.time_alone(Row(tokens, hosts, local_size), Shape(), hardware.GPUS["h200"].costs)
+    alone = one_layer.time_alone(Row(tokens, hosts, local_size), Shape(), hardware.GPUS["h200"].costs)
     return alone[0] / got.forward, sum(alone) / got.ms
 
 

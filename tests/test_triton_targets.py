@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 
 from ringattn.kernels.contract import Keys, Queries, Score
 from ringattn.kernels.triton import backward, backward_inputs, backward_large, forward, largest, primitives
-from ringattn.kernels.triton.tiles import Passes, Tiles, WideTiles, row_of
+from ringattn.kernels.triton.launch_parameters import Passes, Tiles, WideTiles, row_of
 
 KB = 1024
 # The target, its compute capability as `primitives.capability` returns it, bytes of shared memory of a program.

@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import PERIOD, Score
 from ..launch import Launches, dispatch, multiprocessors, on_device
+from ..triton.launch_parameters import padded
 from ..triton.primitives import (
     INTERPRETED,
     ScoreArguments,
@@ -44,7 +45,6 @@ from ..triton.primitives import (
     scores,
     softmax_step,
 )
-from ..triton.tiles import padded
 from .combine import ALONE, combine
 from .grid import Grid, scratch
 from .operands import Call, Pool, Tables, tile_size

@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..contract import Score
 from ..launch import Launches, dispatch
+from ..triton.launch_parameters import padded
 from ..triton.primitives import capability
-from ..triton.tiles import padded
 from .grid import Grid
 from .operands import Call, Pool, Tables, tile_size
 from .pieces import query_rows, store_result, sum_pieces

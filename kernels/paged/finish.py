@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..contract import Result
 from ..launch import Launches, dispatch, on_device
-from ..triton.tiles import padded
+from ..triton.launch_parameters import padded
 from .pieces import store_result
 
 _NUMBERS = 1024  # of a program

@@ -43,8 +43,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..contract import Result
 from ..launch import Launched, Launches, dispatch, on_device, prepare
+from ..triton.launch_parameters import padded
 from ..triton.primitives import INTERPRETED, bound, capability
-from ..triton.tiles import padded
 from .finish import sum_states
 from .grid import power_of_two
 from .operands import part

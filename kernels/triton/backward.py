@@ -35,6 +35,7 @@ from ..contract import Keys, Queries, Score
 from ..launch import dispatch
 from . import backward_large, primitives
 from .backward_inputs import Inputs
+from .launch_parameters import Passes, Tiles, WideTiles, padded, row_of
 from .primitives import (
     ScoreArguments,
     bound,
@@ -50,7 +51,6 @@ from .primitives import (
     unsupported,
 )
 from .strides import elements, stride_unit, strides_in
-from .tiles import Passes, Tiles, WideTiles, padded, row_of
 
 __all__ = ["backward", "unsupported"]
 

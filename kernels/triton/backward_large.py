@@ -31,6 +31,7 @@ from ..contract import Block
 from ..launch import dispatch
 from . import primitives
 from .backward_inputs import Inputs
+from .launch_parameters import WideTiles
 from .primitives import (
     ScoreArguments,
     bound,
@@ -43,7 +44,6 @@ from .primitives import (
     tile_source,
 )
 from .strides import elements, stride_unit, strides_in
-from .tiles import WideTiles
 
 BYTES = 512 << 20  # of p and ds
 HEADS = 8  # of a piece that does not hold all queries and keys

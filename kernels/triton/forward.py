@@ -29,6 +29,7 @@ from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, Result, Score
 from ..launch import dispatch
 from . import primitives
+from .launch_parameters import Tiles, padded, row_of
 from .primitives import (
     LN2,
     LOG2E,
@@ -49,7 +50,6 @@ from .primitives import (
     unsupported,
 )
 from .strides import elements, stride_unit, strides_in
-from .tiles import Tiles, padded, row_of
 
 __all__ = ["forward", "unsupported"]
 

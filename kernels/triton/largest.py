@@ -15,6 +15,7 @@ import triton.language as tl
 from ..contract import Keys, Score
 from ..launch import dispatch
 from . import forward, primitives
+from .launch_parameters import padded
 from .primitives import (
     LN2,
     ScoreArguments,
@@ -29,7 +30,6 @@ from .primitives import (
     tile_source,
 )
 from .strides import elements, stride_unit, strides_in
-from .tiles import padded
 
 
 def largest(q: Tensor, keys: Keys, score: Score) -> Tensor:

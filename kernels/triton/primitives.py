@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import contract
 from ..contract import Block, Score
-from .tiles import Tiles, padded
+from .launch_parameters import Tiles, padded
 
 # Read once, because it is fixed when the kernels are decorated.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))

@@ -26,10 +26,10 @@ from typing import Any
 
 from ...predict import cost
 from . import memory
-from .attention import LONGEST
 from .hardware import GPUS, Cluster, cluster, count
 from .memory import LABELS, OPTIMIZERS, Switches
 from .model_shapes import MODELS, from_config, named
+from .one_layer import LONGEST
 from .training_step import Step
 from .ways import MOST, Problem, Verdict, longest, verdicts
 

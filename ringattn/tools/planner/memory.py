@@ -19,7 +19,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from . import attention
+from . import one_layer
 from .model_shapes import ModelShape
 
 OPTIMIZERS = {"adamw_fp32": 8, "adamw_bf16": 4, "sgd": 0, "host": 0}  # bytes of state per parameter
@@ -44,7 +44,7 @@ class Switches:
         fsdp_size: GPUs that share parameters, gradients and the optimizer's state (FSDP2).
         ranks: GPUs that share a row.
         hosts: over which they are divided.
-        pulls, dataflow, buffer_bytes: of its attention, see :class:`.attention.Row`.
+        pulls, dataflow, buffer_bytes: of its attention, see :class:`.one_layer.Row`.
         itemsize: bytes of an activation; of a gathered parameter, too.
         param_itemsize: bytes of a stored parameter and of its gradient.
         reduce_itemsize: bytes in which FSDP2 reduces a gradient.
@@ -126,14 +126,14 @@ def parts(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> dict[st
     return _largest(model, tokens_per_gpu, switches, buffers(model, tokens_per_gpu, switches))
 
 
-def buffers(model: ModelShape, tokens_per_gpu: int, s: Switches) -> attention.Bytes:
+def buffers(model: ModelShape, tokens_per_gpu: int, s: Switches) -> one_layer.Bytes:
     """Return what the attention of a layer, or of a group of its heads, allocates."""
     heads, kv_heads = (-(-n // s.head_groups) for n in (model.heads, model.kv_heads))
     shape = replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads)
-    return attention.memory(row_of(tokens_per_gpu, s), shape)
+    return one_layer.memory(row_of(tokens_per_gpu, s), shape)
 
 
-def _largest(model: ModelShape, tokens: int, switches: Switches, buffers: attention.Bytes) -> dict[str, int]:
+def _largest(model: ModelShape, tokens: int, switches: Switches, buffers: one_layer.Bytes) -> dict[str, int]:
     return max(_moments(model, tokens, switches, buffers), key=lambda moment: sum(moment.values()))
 
 
@@ -161,21 +161,21 @@ def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
 
         def room(n: int) -> int:
             """Return the bytes that are left by ``128 * n`` tokens."""
-            some = attention.Bytes(round(128 * n * kept), round(128 * n * backward))  # noqa: B023
+            some = one_layer.Bytes(round(128 * n * kept), round(128 * n * backward))  # noqa: B023
             return capacity - sum(_largest(model, 128 * n, switches, some).values())
 
-        longer = 128 * bisect_right(range(1, attention.LONGEST // switches.ranks // 128 + 1), 0, key=lambda n: -room(n))
+        longer = 128 * bisect_right(range(1, one_layer.LONGEST // switches.ranks // 128 + 1), 0, key=lambda n: -room(n))
     while tokens and peak(model, tokens, switches) > capacity:
         tokens -= 128
     return tokens
 
 
-def row_of(tokens_per_gpu: int, s: Switches) -> attention.Row:
+def row_of(tokens_per_gpu: int, s: Switches) -> one_layer.Row:
     """Return how a row with this many tokens on each GPU is divided."""
-    return attention.Row(tokens_per_gpu, s.hosts, s.ranks // s.hosts, s.pulls, s.dataflow, s.buffer_bytes)
+    return one_layer.Row(tokens_per_gpu, s.hosts, s.ranks // s.hosts, s.pulls, s.dataflow, s.buffer_bytes)
 
 
-def _moments(model: ModelShape, tokens: int, s: Switches, buffers: attention.Bytes) -> list[dict[str, int]]:
+def _moments(model: ModelShape, tokens: int, s: Switches, buffers: one_layer.Bytes) -> list[dict[str, int]]:
     """Return the parts at the loss, in the backward of the last, the last but one and the first layer, and at the
     optimizer."""
     layer = _Layer.of(model, tokens, s.itemsize)

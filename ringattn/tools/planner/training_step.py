@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from . import attention, memory
+from . import memory, one_layer
 from .hardware import Cluster
 from .memory import Switches
 from .model_shapes import ModelShape
@@ -32,7 +32,7 @@ class Way(NamedTuple):
     switches: Switches
 
     @property
-    def row(self) -> attention.Row:
+    def row(self) -> one_layer.Row:
         return memory.row_of(self.tokens, self.switches)
 
 
@@ -72,7 +72,7 @@ def step(
     gpu, costs, s, n = cluster.gpu, cluster.costs, way.switches, way.tokens
     products, passes = _matmul(model, n, gpu.matmul_tflops, s), _pointwise(model, n, s, costs.memory_gbs)
     shape, row, slow = model.attention(s.itemsize), way.row, slow or {}
-    found, ideal = attention.time(row, shape, costs, slow, slow_link or {}), attention.time_alone(row, shape, costs)
+    found, ideal = one_layer.time(row, shape, costs, slow, slow_link or {}), one_layer.time_alone(row, shape, costs)
     again = (s.recompute and not s.keep_attention_out) * ideal[0]
     factors = [slow.get(rank, 1.0) for rank in range(row.ranks)]
     rest = products[0] + passes[0], products[1] + passes[1] + again

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from . import attention, memory
+from . import memory, one_layer
 from .hardware import Cluster
 from .memory import Switches
 from .model_shapes import ModelShape
@@ -60,7 +60,7 @@ def dataflows(hosts: int, local_size: int) -> tuple[str, ...]:
     """Return the dataflows that differ for these GPUs."""
     if hosts == 1:
         return ("gather", "ring") if local_size > 1 else ("gather",)
-    return attention.DATAFLOWS
+    return one_layer.DATAFLOWS
 
 
 def way_of(problem: Problem, hosts: int, local_size: int, dataflow: str) -> Way:
@@ -128,7 +128,7 @@ def saving(switches: Switches, problem: Problem) -> dict[str, Switches]:
 
 def _least_buffer(model: ModelShape, tokens: int, switches: Switches) -> int:
     """Return the bytes of buffer without which attention of this many tokens on each GPU has another dataflow."""
-    return attention.least_buffer(memory.row_of(tokens, switches), model.attention(switches.itemsize))
+    return one_layer.least_buffer(memory.row_of(tokens, switches), model.attention(switches.itemsize))
 
 
 def longest(problem: Problem, way: Way) -> dict[str, int]:
