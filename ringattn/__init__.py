@@ -53,7 +53,7 @@ _ON_DEMAND = {  # names that are imported when they are asked for: where they ar
     "use": "adapters.flash",
     "wrap": "adapters.sdpa",
 }
-_MODULES = ("batch", "host_memory", "loss", "mask", "virtual")
+_MODULES = ("adapters", "batch", "generation", "host_memory", "loss", "mask", "training", "virtual")
 
 
 def __getattr__(name: str) -> _Any:

@@ -11,7 +11,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -30,10 +30,11 @@ from .transport import lockstep
 from .transport.group import Transport
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-class Predictions(Protocol):
-    """The predictions that a plan asks its dataflow for (:class:`.dataflow.base.Dataflow`)."""
+class Flow(Protocol):
+    """What a plan asks of its dataflow (:class:`.dataflow.base.Dataflow`): a schedule, predictions and proofs."""
 
     moves_queries: bool
     summary: str
@@ -88,7 +89,7 @@ class Plan:
         self,
         request: Request,
         placement: Placement,
-        flow: Predictions,
+        flow: Flow,
         dataflow: str,
         transport: Transport,
         choice: Any,
@@ -149,8 +150,10 @@ class Plan:
 
     def note_split(self) -> None:
         """Note that tokens were split by this plan, or its positions asked for, see :meth:`_warn_of_another_split`."""
-        if self.world_size > 1 and not torch.compiler.is_compiling() and not self._is_split:
-            self._is_split = True
+        if self._is_split:
+            return
+        self._is_split = True
+        if self.world_size > 1 and not torch.compiler.is_compiling():
             self.transport.splits.put(self.row, (self.layout, self.shards, self.shards_k))
 
     def _warn_of_another_split(self) -> None:
@@ -395,15 +398,12 @@ class Plan:
 # What is derived from a plan once
 
 
-P = ParamSpec("P")
-
-
-def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
+def once(function: Callable[[Plan, Unpack[Ts]], T]) -> Callable[[Plan, Unpack[Ts]], T]:
     """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
 
     @functools.wraps(function)
-    def kept(plan: Plan, *arguments: P.args, **_: P.kwargs) -> T:
-        return plan.once(function, *arguments)
+    def kept(plan: Plan, *arguments: *Ts) -> T:
+        return plan.once(function, *arguments)  # type: ignore[arg-type]
 
     return kept
 

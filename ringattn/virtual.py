@@ -54,7 +54,7 @@ class VirtualRank(Transport):
         return self._own_mailbox
 
     def _share(self, size: int) -> tuple[Tensor, list[int], object]:
-        """Return memory of this rank, zeroed, and the addresses of all ranks' memory, see :class:`.memory.Link`."""
+        """Return memory of this rank, zeroed, and the addresses of all ranks' memory, see :class:`.peer.link.Link`."""
         memories = self._exchange(torch.zeros(size, dtype=torch.uint8, device=self.device))
         return memories[self.rank], [x.data_ptr() for x in memories], memories
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -412,6 +413,28 @@ def test_the_cache_is_bounded_and_keeps_the_latest() -> None:
         plan_function(n, group)
     assert plan_function(199, group) is plan_function(199, group)
     assert plan_function(1000, group) is not first
+
+
+@pytest.mark.parametrize(
+    ("dataflow", "deterministic"), [(name, False) for name in ringattn.dataflows()] + [("ring", True)]
+)
+def test_a_plan_that_is_dropped_goes_with_its_tables_at_once(dataflow: str, deterministic: bool) -> None:
+    """Not with the next collection of cycles: tables may be in the memory of a GPU."""
+    gc.collect()
+    gc.disable()
+    try:
+        how = dict(causal=True, dataflow=dataflow, deterministic=deterministic, local_size=2)
+        plan = ringattn.plan(64, VirtualRank(0, 4), **how)
+        plan.flow.prepare(plan)
+        plan.verify()
+        plan.describe()
+        plan.memory_bytes(backward=True)
+        dropped = weakref.ref(plan)
+        factory._plans.clear()
+        del plan
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 def test_handles_stand_for_living_plans() -> None:

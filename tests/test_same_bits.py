@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import virtual
-from ringattn.dataflow import tiles
+from ringattn.dataflow import same_bits, tiles
 from ringattn.dataflow.same_bits import SAME_BITS
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS, Eager, Triton
@@ -257,6 +257,18 @@ def test_verify(layout: str, mask: str) -> None:
             with pytest.raises(AssertionError, match=message):
                 SAME_BITS.verify(plan)
         plan.memo.put(key, right)
+
+
+def test_layers_of_other_groups_have_other_pieces() -> None:
+    """Pieces of queries are as long as the heads of a group allow; those of one plan are kept by where they lie."""
+    plan = ringattn.plan(512, causal=True, deterministic=True)
+    (block,) = tiles.queries_blocks(plan)
+    x = torch.zeros(1, 512, 1, 4)
+    queries = contract.Queries(x, x, torch.zeros(1, 1, 512), torch.zeros(1, 1, 512))
+    keys = contract.Keys(x, x, block)
+    for stop in (128, 256):
+        assert same_bits._some_queries(queries, block, slice(0, stop))[1].seq_q == stop
+        assert same_bits._some_keys(keys, slice(0, stop)).block.seq_k == stop
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,7 +11,7 @@ FILES = {
     "tests/test_mask.py": "from ringattn import mask\n\n@examples(200)\ndef test(): ...\n",
     "tests/test_ring.py": "from ringattn.dataflow.ring import Ring\nimport cases\npytestmark = pytest.mark.long\n",
     "tests/test_train.py": 'PROGRAM = "-m scripts.train"\npytestmark = pytest.mark.long\n',
-    "tests/test_docs.py": 'PAGE = "docs/use/masks.md"\npytestmark = pytest.mark.long\n',
+    "tests/test_docs.py": 'PAGE = "docs/reference/masks.md"\npytestmark = pytest.mark.long\n',
     "tests/test_quick.py": "from ringattn import mask\n",
 }
 
@@ -26,7 +26,7 @@ def test_files_that_import_or_name_what_has_changed_are_touched() -> None:
     assert touched("ringattn/masks/structured.py", "README.md") == ["mask"]
     assert touched("ringattn/dataflow/ring.py") == touched("tests/cases.py") == ["ring"]
     assert touched("scripts/train.py") == ["train"]
-    assert touched("docs/use/masks.md", "tests/test_mask.py") == ["docs", "mask"]
+    assert touched("docs/reference/masks.md", "tests/test_mask.py") == ["docs", "mask"]
     assert touched("tests/test_quick.py") == [], "it has no long tests"
 
 

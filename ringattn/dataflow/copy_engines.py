@@ -36,7 +36,7 @@ class CopyEngines(Transfer):
     @property
     def messages(self) -> Messages:
         """What moves tensors that have no link."""
-        return self.tables.once("messages", lambda: Messages(self.plan))
+        return Messages(self.plan)
 
     @property
     def pattern(self) -> Pattern:

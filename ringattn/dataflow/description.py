@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ..layouts.loads import LISTED, Loads, work_of_ranks
-from ..plans import Plan, Predictions
+from ..plans import Flow, Plan
 from ..shape import Shape
 
 
-def describe(flow: Predictions, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
+def describe(flow: Flow, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
     """Return what moves and when, the time and memory that are predicted, and the balance of work."""
     n = plan.world_size
     work = [0] * n

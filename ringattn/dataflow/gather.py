@@ -33,7 +33,7 @@ import torch
 
 from .. import verify
 from ..kernels.contract import Block, CompletionCounts, Keys, Outputs, Queries, Result
-from ..layouts.relay import relay_between
+from ..layouts.relay import Relay, relay_between
 from ..plans import Plan, once
 from ..shape import Shape
 from ..trace import named
@@ -144,7 +144,7 @@ class Gather(Dataflow):
         return transfer_of(plan).meetings()
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
-        """Return an upper bound on the CPU and over messages."""
+        """Return the predicted peak, an upper bound where messages move keys or on the CPU."""
         return transfer_of(plan).memory_bytes(shape, backward)
 
     def kept_bytes(self, plan: Plan, shape: Shape) -> int:
@@ -157,6 +157,10 @@ def _traffic(plan: Plan) -> list[list[int]]:
 
 
 @once
+def _relay(plan: Plan) -> Relay | None:
+    return relay_between(plan.fetches, plan.local_lengths_k, plan.nodes)
+
+
 def transfer_of(plan: Plan) -> Transfer:
     """Return how keys of a plan come, and how gradients return: the only place that chooses. Copy engines move
     neighbouring tokens between the ranks that a link has; no relay is needed where they connect all ranks."""
@@ -168,7 +172,7 @@ def transfer_of(plan: Plan) -> Transfer:
     engines = not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
     if engines and plan.transport.pulls:
         return CopyEngines(plan)
-    relay = relay_between(plan.fetches, plan.local_lengths_k, plan.nodes)
+    relay = _relay(plan)
     if relay is None:
         return CopyEngines(plan) if engines else Messages(plan)
     return HierarchicalEngines(plan, relay=relay) if engines else HierarchicalMessages(plan, relay=relay)

@@ -35,7 +35,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
 
     @property
     def messages(self) -> HierarchicalMessages:
-        return self.tables.once("messages", lambda: HierarchicalMessages(self.plan, relay=self.relay))
+        return HierarchicalMessages(self.plan, relay=self.relay)
 
     @property
     def pattern(self) -> Pattern:

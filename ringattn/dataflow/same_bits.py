@@ -228,7 +228,9 @@ def _head_waves(plan: Plan, s: Shape, backward: bool) -> list[tuple[slice, slice
 def _some_keys(keys: Keys, rows: slice) -> Keys:
     if rows == slice(0, keys.block.seq_k):
         return keys
-    block = keys.block.memo.once(("keys", rows.start), lambda: _part(keys.block, slice(0, keys.block.seq_q), rows))
+    block = keys.block.memo.once(
+        ("keys", rows.start, rows.stop), lambda: _part(keys.block, slice(0, keys.block.seq_q), rows)
+    )
     return Keys(keys.k[:, rows], keys.v[:, rows], block)
 
 
@@ -236,7 +238,7 @@ def _some_queries(queries: Queries, block: Block, rows: slice) -> tuple[Queries,
     if rows == slice(0, block.seq_q):
         return queries, block
     q, dout, lse, delta = queries
-    part = block.memo.once(("queries", rows.start), lambda: _part(block, rows, slice(0, block.seq_k)))
+    part = block.memo.once(("queries", rows.start, rows.stop), lambda: _part(block, rows, slice(0, block.seq_k)))
     return Queries(q[:, rows], dout[:, rows], lse[..., rows], delta[..., rows]), part
 
 

@@ -79,15 +79,16 @@ class GradientReturn(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A plan's transfer.
-
-    Args:
-        tables: that are made once, by what they are and the stage or device.
-    """
+    """A plan's transfer."""
 
     plan: Plan
-    tables: Memo[Any] = field(default_factory=lambda: Memo(64), compare=False, kw_only=True)
     inside: ClassVar[str] = "messages"  # what moves keys inside of a node
+
+    @property
+    def tables(self) -> Memo[Any]:
+        """What is made once, by what it is and the stage or device. The plan keeps it, and keeps no transfer, which
+        refers to the plan: a plan that is dropped goes with its tables at once."""
+        return self.plan.once(_tables, type(self).__name__)
 
     @property
     def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
@@ -180,3 +181,7 @@ def _lines(what: str, fetches: Sequence[Sequence[Fetch]]) -> list[str]:
         return " ".join(shortened(tokens, "runs")) or "nothing"
 
     return shortened([f"rank {rank} {what} owner[tokens]: {text(runs)}" for rank, runs in enumerate(fetches)], "ranks")
+
+
+def _tables(plan: Plan, kind: str) -> Memo[Any]:
+    return Memo(64)

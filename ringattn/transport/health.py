@@ -68,7 +68,7 @@ class Health:
     Attributes:
         board: shared with the ranks of this host; None without shared memory.
         here: the other ranks that are on the board.
-        seen: those whose processes can be seen, see :meth:`.group.Board.peers`.
+        seen: those whose processes can be seen, see :meth:`..peer.watchdog.Board.peers`.
         others: the ranks that cannot be seen; None if all can, or no board was made.
         marks: for streams that wait for messages; None where no watchdog runs.
     """
