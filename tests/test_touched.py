@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tests.touched import changed, choose
+from tests.touched import changed, choose, with_root
 
 FILES = {
     "tests/test_mask.py": "from ringattn import mask\n\n@examples(200)\ndef test(): ...\n",
@@ -23,11 +23,18 @@ def touched(*paths: str) -> list[str]:
 
 
 def test_files_that_import_or_name_what_has_changed_are_touched() -> None:
-    assert touched("ringattn/masks/structured.py", "README.md") == ["mask"]
+    assert touched("ringattn/mask.py", "README.md") == ["mask"]
     assert touched("ringattn/dataflow/ring.py") == touched("tests/cases.py") == ["ring"]
     assert touched("scripts/train.py") == ["train"]
     assert touched("docs/reference/masks.md", "tests/test_mask.py") == ["docs", "mask"]
     assert touched("tests/test_quick.py") == [], "it has no long tests"
+
+
+def test_a_change_reaches_the_public_modules_that_import_it() -> None:
+    paths = with_root(["ringattn/masks/structured.py", "docs/map.md"])
+    assert paths[:2] == ["ringattn/masks/structured.py", "docs/map.md"]
+    assert "ringattn/mask.py" in paths
+    assert "ringattn/loss.py" not in paths
 
 
 def test_every_file_has_its_turn_once_in_four_days() -> None:

@@ -61,6 +61,13 @@ def imported(source: str) -> set[str]:
     return names
 
 
+def with_root(paths: Sequence[str]) -> list[str]:
+    """Return the paths, and the modules of ringattn's root that import one of them: tests use its public names."""
+    names = {module(path).removeprefix("ringattn.") for path in paths}
+    root = sorted((ROOT / "ringattn").glob("*.py"))
+    return [*paths, *(str(path.relative_to(ROOT)) for path in root if names & imported(path.read_text()))]
+
+
 def choose(files: dict[str, str], paths: Sequence[str] | None, day: int) -> list[str]:
     """Return the test files to run, those that are touched first.
 
@@ -84,4 +91,6 @@ def choose(files: dict[str, str], paths: Sequence[str] | None, day: int) -> list
 
 if __name__ == "__main__":
     tests = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    print("\n".join(choose(tests, changed(), datetime.date.today().toordinal())))
+    paths = changed()
+    paths = None if paths is None else with_root(paths)
+    print("\n".join(choose(tests, paths, datetime.date.today().toordinal())))
