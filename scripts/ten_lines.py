@@ -8,7 +8,9 @@ The file must be run by its path, so that the installed ringattn is imported and
 from __future__ import annotations
 
 import re
+import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ def dense(names: dict[str, Any]) -> Tensor:
 
 def main() -> None:
     """Run the code, and raise AssertionError if its result is not that of dense attention in one process."""
-    names: dict[str, Any] = {}
-    exec(compile(code_of(Path(sys.argv[1]).read_text()), "README.md", "exec"), names)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ten_lines.py"
+        file.write_text(code_of(Path(sys.argv[1]).read_text()))
+        names = runpy.run_path(str(file))
     torch.testing.assert_close(names["whole"], dense(names))
 
     import ringattn
