@@ -153,7 +153,8 @@ def test_one_function_chooses_how_keys_travel() -> None:
     assert functions_that(of_the_group, DATAFLOWS) == {"dataflow.gather.transfer_of"}
     assert functions_that(calls("isinstance", "hasattr", "getattr"), DATAFLOWS) == set()
     asked = functions_that(calls("relay", "relays", "relay_between"), DATAFLOWS)
-    assert asked == {"dataflow.gather.transfer_of", "dataflow.tiles.relayed"}  # tiles move by messages only
+    assert asked == {"dataflow.gather._relay", "dataflow.tiles.relayed"}  # tiles move by messages only
+    assert functions_that(calls("_relay"), DATAFLOWS) == {"dataflow.gather.transfer_of"}
 
 
 def test_the_allocator_of_a_cache_knows_no_device() -> None:
