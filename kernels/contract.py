@@ -280,7 +280,7 @@ class Result(NamedTuple):
 
 def int32(x: int) -> int:
     """Return x as 32 bits hold it: a count of calls wraps around."""
-    return (x + 2**31) % 2**32 - 2**31
+    return x if -(2**31) <= x < 2**31 else (x + 2**31) % 2**32 - 2**31
 
 
 class CompletionCounts(NamedTuple):

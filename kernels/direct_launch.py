@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memo import Memo
+from ..program import Source
 from . import launch_paths
 
 _VIEWS = 16  # encoded views that are kept of each argument
@@ -29,11 +29,20 @@ class View(NamedTuple):
     kind: type
     fields: Mapping[str, Any]
 
-    def of(self, base: Tensor) -> Any:
-        """Return this view of another tensor."""
+    def of(self, base: Any) -> Any:
+        """Return this view of another tensor, or :class:`_Memory`."""
         view: Any = object.__new__(self.kind)
         view.__dict__.update(self.fields, base=base)
         return view
+
+
+class _Memory(NamedTuple):
+    """What of a tensor is encoded in a view."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class DirectLaunch:
@@ -49,10 +58,11 @@ class DirectLaunch:
     """
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], plain: Sequence[tuple[int, int]],
-        views: Sequence[View], number_at: int | None,
+        self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], plain: Sequence[tuple[int, int]] = (),
+        views: Sequence[View] = (), number_at: int | None = None,
     ) -> None:  # fmt: skip
         run, self._grid, self._function = compiled._run, grid, compiled.function
+        self._compiled, self._args = compiled, args
         self._launch, described = _in_c(run)
         # No scratch memory; no metadata and hooks of profilers.
         self._head = (
@@ -76,10 +86,10 @@ class DirectLaunch:
             elif i in described:
                 flat += _encoded(x, described[i])
             else:
-                flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
+                flat.append(_plain(x))
         self._flat, self._number_at = flat, -1 if number_at is None else at[number_at]
         self._plain = [(at[i], tensor) for i, tensor in plain]
-        self._views = [(at[view.at], view, described[view.at], Memo[Any](_VIEWS)) for view in views]
+        self._views = [(at[view.at], view, _Encoded(view, described[view.at])) for view in views]
 
     @staticmethod
     def possible(compiled: Any) -> bool:
@@ -90,20 +100,58 @@ class DirectLaunch:
         described = _in_c(run)[1]
         return not run.global_scratch_size and not run.profile_scratch_size and None not in described.values()
 
-    def __call__(self, device: int, tensors: Sequence[Tensor], addresses: Sequence[int], number: int) -> None:
-        """Launch on the current stream of ``device`` with these tensors, at these addresses."""
+    def __call__(self, device: int, addresses: Sequence[int], number: int) -> None:
+        """Launch on the current stream of ``device`` with tensors at these addresses."""
         flat = self._flat.copy()
         for i, n in self._plain:
             flat[i] = addresses[n]
-        for i, view, description, kept in self._views:
-            encoded = kept.get(addresses[view.tensor])
-            if encoded is None:
-                encoded = kept.put(addresses[view.tensor], _encoded(view.of(tensors[view.tensor]), description)[0])
-            flat[i] = encoded
+        for i, view, kept in self._views:
+            address = addresses[view.tensor]
+            flat[i] = kept[address]
         if self._number_at >= 0:
             flat[self._number_at] = number
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._launch(*self._grid, stream, self._function, *self._head, *flat)
+
+
+    def written(self, source: Source, device: int) -> str:
+        """Return this launch as a line of a program, where tensors and an epoch among the arguments change."""
+        run, values = self._compiled._run, list[str]()
+        described = _in_c(run)[1]
+        for i, x in enumerate(self._args):
+            tensor = getattr(x, "base", x)
+            at = source.address(tensor) if isinstance(tensor, Tensor) else None
+            if at is None:
+                flat = _encoded(x, described[i]) if i in described else [_plain(x)]
+                source.name(tensor)  # which keeps it
+                values += [source.value(y) for y in flat]
+            elif i in described:
+                fields = {name: value for name, value in vars(x).items() if name != "base"}
+                encoded = _Encoded(View(i, 0, type(x), fields), described[i])
+                values += [f"{source.name(encoded)}[{at}]", *map(source.name, (*x.shape, *x.strides))]
+            else:
+                values.append(at)
+        names = ", ".join(map(source.name, (self._function, *self._head)))
+        stream = torch._C._cuda_getCurrentRawStream(device)  # the same in each call of the program
+        return f"{source.name(self._launch)}{(*self._grid,)}"[:-1] + f", {stream}, {names}, {', '.join(values)})"
+
+
+class _Encoded(dict[int, Any]):
+    """Encoded views by their addresses."""
+
+    def __init__(self, view: View, description: Any) -> None:
+        super().__init__()
+        self.view, self.description = view, description
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) == _VIEWS:
+            self.clear()
+        encoded = self[address] = _encoded(self.view.of(_Memory(address)), self.description)[0]
+        return encoded
+
+
+def _plain(x: Any) -> Any:
+    return x.data_ptr() if isinstance(x, Tensor) else x
 
 
 def _in_c(run: Any) -> tuple[Callable[..., None], dict[int, Any]]:

@@ -27,6 +27,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
+from .. import program
 from ..memo import Memo
 from . import cache_folder, launch_paths
 from .compile_together import compile_together
@@ -72,6 +73,7 @@ def dispatch(
     """
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
+    given, args = args, tuple([int(x) if type(x) is program.Epoch else x for x in args])
     cached = _compiled.get(_key(kernel, device, args, constants))
     if cached is None:
         if isinstance(kernel, InterpretedFunction):
@@ -83,6 +85,9 @@ def dispatch(
             return None
     compiled, values = cached
     compiled[grid](*args, *values)
+    recorder = program.current()
+    if recorder is not None:
+        _write(recorder.source, Launched(compiled, grid, (*given, *values)), device)
     return Launched(compiled, grid, (*args, *values))
 
 
@@ -161,6 +166,8 @@ class Launches:
 
     def again(self, key: Hashable, tensors: Sequence[Tensor], number: int = 0) -> bool:
         """Repeat the launch of this key with these tensors and return True; False if there is none."""
+        if program.current() is not None:  # which asks for all arguments
+            return False
         repeat = self._repeats.get(key)
         return repeat is not None and repeat.launch(tensors, number)
 
@@ -232,7 +239,7 @@ class _Repeat:
             return False
         hooks = knobs.runtime
         if self.direct is not None and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
-            self.direct(self.device, tensors, addresses, number)
+            self.direct(self.device, addresses, number)
             return True
         args = self.args.copy()
         for i, n in self.plain:
@@ -243,6 +250,28 @@ class _Repeat:
             args[self.number_at] = number
         self.compiled[self.grid](*args)
         return True
+
+
+def _write(source: program.Source, launched: Launched, device: torch.device) -> None:
+    """Write a launch into the source of a program."""
+    compiled, grid, args = launched
+    if DirectLaunch.possible(compiled):
+        source.listeners.append(_hooked)
+        source.line(DirectLaunch(compiled, grid, args).written(source, device.index))
+        return
+    values = []
+    for x in args:
+        if hasattr(x, "base") and not isinstance(x, Tensor) and source.changes(x.base):
+            fields = {name: value for name, value in vars(x).items() if name != "base"}
+            values.append(f"{source.name(View(0, 0, type(x), fields).of)}({source.value(x.base)})")
+        else:
+            values.append(source.value(x))
+    source.line(f"{source.name(compiled[grid])}({', '.join(values)})")
+
+
+def _hooked() -> bool:
+    """Return whether launches have hooks, which direct ones leave out."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def _aligned(addresses: Sequence[int]) -> bool:

@@ -6,14 +6,16 @@ communicate again. Only here are arguments flat: torch.library takes tensors, nu
 modification go through as handles (ints).
 
 In a plain eager call (no compiler, profiler, dispatch mode or tensor subclass) :func:`attend` calls an
-autograd.Function directly: the torch.library dispatch would take longer than a short attention.
+autograd.Function directly: the torch.library dispatch would take longer than a short attention. Such a call has a
+:func:`signature`; on the GPU it is recorded, and replayed when it repeats (:mod:`.program`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.autograd.profiler as profiler
@@ -22,25 +24,41 @@ from torch import Tensor
 from . import plans
 from .dataflow import choose as choose_dataflow
 from .dataflow.base import Call
-from .kernels.backends import choose
+from .kernels.backends import BACKENDS, choose
 from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from .layouts.shards import length, put, take
-from .plans import Plan
+from .plans import Begun, Plan
 
 # The first call allocates persistent tables, counters and buffers, which must not come from the memory pool of a CUDA
 # graph that inductor records (mode="reduce-overhead").
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_VALUES = frozenset((int, float, bool, str, type(None)))
 
 
-def attend(*inputs):  # type: ignore[no-untyped-def]
-    """Return ``(out, lse)``; ``inputs`` are those of ``torch.ops.ringattn.attention``."""
-    return (_Attend.apply if _is_plain_eager(*inputs[:5]) else torch.ops.ringattn.attention)(*inputs)
+Signature = tuple[object, ...] | None
 
 
-def attend_max(*inputs):  # type: ignore[no-untyped-def]
+def attend(known: Signature, plan: Plan, *inputs):  # type: ignore[no-untyped-def]
+    """Return ``(out, lse)``; ``inputs`` are those of ``torch.ops.ringattn.attention``, ``known`` is their signature."""
+    return torch.ops.ringattn.attention(*inputs) if known is None else _apply(known, plan, *inputs)
+
+
+def attend_max(known: Signature, plan: Plan, *inputs):  # type: ignore[no-untyped-def]
     """Return ``(out, lse, largest)``; ``inputs`` are those of ``torch.ops.ringattn.attention_max``."""
-    return (_AttendMax.apply if _is_plain_eager(*inputs[:5]) else torch.ops.ringattn.attention_max)(*inputs)
+    return torch.ops.ringattn.attention_max(*inputs) if known is None else _AttendMax.apply(known, plan, *inputs)
+
+
+def signature(tensors: Sequence[Tensor | None], *values: object) -> Signature:
+    """Return what a call depends on but the addresses of its tensors; None where operators are observed, where autocast
+    is on, and for tensors or values that are not plain."""
+    if not _is_plain_eager(*tensors) or not _VALUES.issuperset(map(type, values)):
+        return None
+    some = [x for x in tensors if x is not None]
+    if torch.is_autocast_enabled(some[0].device.type):
+        return None
+    where = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    return (*where, *values, torch.is_grad_enabled(), *[x.requires_grad for x in some[3:]])
 
 
 def _is_plain_eager(*tensors: Tensor | None) -> bool:
@@ -77,13 +95,36 @@ def _forward(
     grad_mode: bool,
 ) -> tuple[Tensor, Tensor]:
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
-    return _run(q, k, v, score, kernel, plans.by_handle(plan_handle), grad_mode)
+    return _run(_begin(q, k, v, score, kernel, plans.by_handle(plan_handle), grad_mode)[0])
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str, plan: Plan, grad_mode: bool
+def _attend(  # type: ignore[no-untyped-def]
+    known: Signature, plan: Plan, q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, _, score_mod, grad_mode
 ) -> tuple[Tensor, Tensor]:
+    """Attend. A call of a signature that is known does what such a call did before."""
+    begun = plan.begun.get(known)
+    if begun is None or not plan.begin_again(begun):
+        score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+        plan.begun.put(known, _begin(q, k, v, score, kernel, plan, grad_mode)[1])
+
+    def attend(q, k, v, alibi_slopes, sink):  # type: ignore[no-untyped-def]
+        score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+        q, k, v = map(unit_stride, (q, k, v))
+        return _run(Call(q, k, v, plan, score, choose(kernel, q, k, v, score)))
+
+    return _repeated(plan, known, attend, q, k, v, alibi_slopes, sink)
+
+
+def _begin(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str, plan: Plan, grad_mode: bool
+) -> tuple[Call, Begun]:
+    """Begin a call of all ranks, and return it.
+
+    Raises:
+        Exception: this rank refuses its arguments, or ranks differ.
+    """
     error: Exception | None = None
+    backend = BACKENDS["eager"]
     try:
         q, k, v = map(unit_stride, (q, k, v))
         if plan.world_size > 1:
@@ -91,7 +132,7 @@ def _run(
         backend = choose(kernel, q, k, v, score)
     except Exception as bad:  # whatever it is, the other ranks must hear of it
         error = bad
-    plan.begin(
+    begun = plan.begin(
         "attention()",
         dict(
             plan=plan.digest,
@@ -113,13 +154,41 @@ def _run(
         part=" forward",
         dataflow=plan.dataflow,
     )
+    return Call(q, k, v, plan, score, backend), begun
+
+
+def _run(call: Call) -> tuple[Tensor, Tensor]:
+    plan = call.plan
     try:
-        with no_autocast(q):  # the state is float32, whatever the caller's region says
-            out, lse = choose_dataflow(plan.dataflow, plan.deterministic).forward(Call(q, k, v, plan, score, backend))
+        with no_autocast(call.q):  # the state is float32, whatever the caller's region says
+            out, lse = choose_dataflow(plan.dataflow, plan.deterministic).forward(call)
     except BaseException as error:
         plan.transport.note_failure(error)
         raise
     return out, lse
+
+
+def _repeated(plan: Plan, known: Hashable, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """Return ``function(*tensors)``, replayed where it can be (:mod:`.program`): on the GPU, on the stream and with the
+    memory for which it was recorded, and not in the capture of a graph."""
+    where = None if plan.transport.checks else _stream_of(tensors[0])
+    if where is None:
+        return function(*tensors)
+    key = known, where, torch.are_deterministic_algorithms_enabled()
+    try:
+        return plan.programs.run(key, plan.transport.state, function, *tensors)
+    except BaseException as error:
+        plan.transport.note_failure(error)
+        raise
+
+
+def _stream_of(x: Tensor | None) -> Hashable:
+    """Return the current stream of the GPU of x, and whether that is the current one; None on the CPU and in the
+    capture of a graph."""
+    if x is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return None
+    index = x.get_device()
+    return torch._C._cuda_getCurrentRawStream(index), index == torch._C._cuda_getDevice()
 
 
 def _forward_max(*inputs):  # type: ignore[no-untyped-def]
@@ -127,7 +196,8 @@ def _forward_max(*inputs):  # type: ignore[no-untyped-def]
     plan = plans.by_handle(plan_handle)
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
     largest = q.new_full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q))
-    out, lse = _run(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)
+    call, _ = _begin(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)
+    out, lse = _run(call)
     of_ranks = all_to_all(plan, [largest] * plan.world_size, 0, [len(largest)] * plan.world_size)
     return out, lse, torch.stack(of_ranks).amax(0)
 
@@ -193,31 +263,43 @@ def _backward(
     score_mod: int,
     forward: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = plans.by_handle(plan_handle)
+    numbers = softmax_scale, softcap, kernel, plan_handle, score_mod, forward
+    tensors = dout, dlse, q, k, v, out, lse, alibi_slopes, sink
+    return _differentiate(None, plans.by_handle(plan_handle), tensors, *numbers)
+
+
+def _differentiate(  # type: ignore[no-untyped-def]
+    known: Signature, plan: Plan, tensors, softmax_scale, softcap, kernel, _, score_mod, forward
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients. A call of a signature that is known does what such a call did before."""
     order = dict(plan=plan.digest, forward=forward)
     plan.begin("attention() backward", order, dataflow=plan.dataflow, compared=False)
-    flow = choose_dataflow(plan.dataflow, plan.deterministic)
-    try:
-        score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
-        q, k, v, dout = map(unit_stride, (q, k, v, dout))
-        backend = choose(kernel, q, k, v, score, backward=True)
-        with no_autocast(q):
-            call = Call(q, k, v, plan, score, backend)
-            queries = flow.begin_backward(call, dout, Result(out, lse), dlse)
-            dq, dk, dv = flow.backward(call, queries)
-            # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs. dq is
-            # the largest and comes last, when the others take half as much as before.
-            dk = dk.to(k.dtype).contiguous()
-            dv = dv.to(v.dtype).contiguous()
-            dq = dq.to(q.dtype).contiguous()
-            dsink = q.new_empty(0)
-            if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
-                p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
-                dsink = flow.sum_rows(plan, -(p * queries.delta)).to(sink.dtype)
-    except BaseException as error:
-        plan.transport.note_failure(error)
-        raise
-    return dq, dk, dv, dsink
+
+    def differentiate(dout, dlse, q, k, v, out, lse, alibi_slopes, sink):  # type: ignore[no-untyped-def]
+        flow = choose_dataflow(plan.dataflow, plan.deterministic)
+        try:
+            score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
+            q, k, v, dout = map(unit_stride, (q, k, v, dout))
+            backend = choose(kernel, q, k, v, score, backward=True)
+            with no_autocast(q):
+                call = Call(q, k, v, plan, score, backend)
+                queries = flow.begin_backward(call, dout, Result(out, lse), dlse)
+                dq, dk, dv = flow.backward(call, queries)
+                # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs. dq
+                # is the largest and comes last, when the others take half as much as before.
+                dk = dk.to(k.dtype).contiguous()
+                dv = dv.to(v.dtype).contiguous()
+                dq = dq.to(q.dtype).contiguous()
+                dsink = q.new_empty(0)
+                if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
+                    p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
+                    dsink = flow.sum_rows(plan, -(p * queries.delta)).to(sink.dtype)
+        except BaseException as error:
+            plan.transport.note_failure(error)
+            raise
+        return dq, dk, dv, dsink
+
+    return differentiate(*tensors) if known is None else _repeated(plan, known, differentiate, *tensors)
 
 
 _attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=_TAGS)
@@ -233,11 +315,14 @@ def _attention_backward_fake(  # type: ignore[no-untyped-def]
     return like(q), like(k), like(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output, plan: Plan | None = None) -> None:  # type: ignore[no-untyped-def]
     q, k, v, alibi_slopes, sink, *numbers, plan_handle, score_mod, _ = inputs
     ctx.score_mod = ScoreMod.by_handle(score_mod) if score_mod else None  # alive until the backward has run
     # The number of this call tells backwards from each other; 0 in a compiled graph, which fixes their order.
-    forward = plans.by_handle(plan_handle).transport.calls.number if type(output[0]) is Tensor else 0
+    forward = 0
+    if type(output[0]) is Tensor:
+        forward = (plan or plans.by_handle(plan_handle)).transport.calls.number
+    ctx.plan = plan
     ctx.numbers = [*numbers, plan_handle, score_mod, forward]
     ctx.save_for_backward(q, k, v, *output[:2], alibi_slopes, sink)
     ctx.set_materialize_grads(False)
@@ -249,9 +334,11 @@ def _gradients(ctx, dout, dlse, dlargest=None):  # type: ignore[no-untyped-def]
         dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse, alibi_slopes, sink)
     # With create_graph the operator, which refuses to be differentiated; a plain function would drop the graph.
-    plain = _is_plain_eager(*tensors) and not torch.is_grad_enabled()
-    backward = _backward if plain else torch.ops.ringattn.attention_backward
-    dq, dk, dv, dsink = backward(*tensors, *ctx.numbers)
+    known = None if ctx.plan is None or torch.is_grad_enabled() else signature(tensors, *ctx.numbers[:-1])
+    if known is None:
+        dq, dk, dv, dsink = torch.ops.ringattn.attention_backward(*tensors, *ctx.numbers)
+    else:
+        dq, dk, dv, dsink = _differentiate(known, ctx.plan, tensors, *ctx.numbers)
     return dq, dk, dv, None, None if sink is None else dsink, *[None] * 6
 
 
@@ -259,28 +346,32 @@ class _Attend(torch.autograd.Function):
     """The operator and its autograd without the dispatch of torch.library."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
+    def forward(ctx, known, plan, *inputs):  # type: ignore[no-untyped-def]
+        output = _attend(known, plan, *inputs)
+        _save(ctx, inputs, output, plan)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-        return _gradients(ctx, dout, dlse)
+        return None, None, *_gradients(ctx, dout, dlse)
+
+
+# Function.apply looks for functorch's wrappers among the arguments; a call with a signature has none.
+_apply = super(torch.autograd.Function, _Attend).apply
 
 
 class _AttendMax(_Attend):
     """The same with the largest scores."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+    def forward(ctx, known, plan, *inputs):  # type: ignore[no-untyped-def]
         output = _forward_max(*inputs)
-        _save(ctx, inputs, output)
+        _save(ctx, inputs, output, plan)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse, dlargest):  # type: ignore[no-untyped-def,override]
-        return _gradients(ctx, dout, dlse)
+        return None, None, *_gradients(ctx, dout, dlse)
 
 
 for _operator in (_attention, _attention_max):

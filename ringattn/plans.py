@@ -11,7 +11,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .layouts.schedule import Schedule, Step
 from .masks.pairs import count_below
 from .memo import Memo
 from .plan_arguments import Request
+from .program import SIGNATURES, Programs
 from .shape import Shape
 from .transport import lockstep
 from .transport.group import Transport
@@ -54,6 +55,16 @@ class Flow(Protocol):
     def verify(self, plan: Plan) -> None: ...
 
     def prepare(self, plan: Plan) -> None: ...
+
+
+class Begun(NamedTuple):
+    """A call that :meth:`Plan.begin` has begun: as it is shown, and what ranks have compared."""
+
+    call: str
+    dataflow: str
+    text: str
+    signature: tuple[object, ...]
+    like: tuple[object, ...]
 
 
 class Plan:
@@ -110,6 +121,8 @@ class Plan:
         self.transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
         self.handle = next(_handles)
         self.memo: Memo[Any] = Memo(1 << 14)
+        self.programs = Programs()  # of calls that repeat
+        self.begun: Memo[Begun] = Memo(SIGNATURES)  # calls whose arguments were checked, by their signatures
         self._is_split = False  # were tokens split by this plan, or its positions asked for?
         self._agreed: dict[tuple[object, ...], str] = {}  # calls that were compared, and their texts
         self._unchecked: Agreement | None = None  # on the arguments of plan()
@@ -256,7 +269,7 @@ class Plan:
         part: str = "",
         dataflow: str = "",
         compared: bool = True,
-    ) -> None:
+    ) -> Begun:
         """Begin a call of all ranks. They compare its shapes and settings the first time after :func:`ringattn.plan`
         that this rank uses them; with a plan that was made without waiting, the first time on this group; with
         RINGATTN_CHECK=1 every time. Ranks run the same program, so all of them compare in the same call.
@@ -269,12 +282,19 @@ class Plan:
             dataflow: see :class:`ringattn.errors.Place`.
             compared: False for a call that ranks compare only with RINGATTN_CHECK=1.
 
+        Returns:
+            What :meth:`begin_again` takes.
+
         Raises:
             Exception: those of :meth:`.Transport.begin` and :meth:`.Transport.agree`.
         """
         transport = self.transport
         transport.check_usable()
         self.check_agreement()
+        if not compared and not transport.checks and error is None:
+            text = ", ".join([f"{name}={value}" for name, value in fields.items()])
+            transport.begin(what, dataflow, self.timeout, text)
+            return Begun(what, dataflow, text, (), ())
         signature, like = (what, *fields.values()), (what, *(x for name, x in fields.items() if name != "plan"))
         compared_before = signature in self._agreed or (self._trusts and like in transport.calls_agreed)
         compares = self.world_size > 1 and (transport.checks or (compared and not compared_before))
@@ -293,6 +313,18 @@ class Plan:
             if what == "attention()" and signature not in self._agreed:
                 self._warn_of_another_split()
             self._agreed[signature] = text
+        return Begun(what + part, dataflow, text, signature, like)
+
+    def begin_again(self, begun: Begun) -> bool:
+        """Begin a call like an earlier one, and return True; False, and nothing is done, if ranks must compare it."""
+        transport = self.transport
+        if self._unchecked is not None:
+            self.check_agreement()
+        agreed = begun.signature in self._agreed or (self._trusts and begun.like in transport.calls_agreed)
+        if transport.checks or not agreed:
+            return False
+        transport.begin(begun.call, begun.dataflow, self.timeout, begun.text)
+        return True
 
     def _trusted(self, what: str) -> bool:
         """Return whether the other ranks may go on without comparing."""

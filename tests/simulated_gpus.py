@@ -159,7 +159,8 @@ class Copies:
     def __init__(self, world: World, copies: numpy.ndarray) -> None:
         self.world, self.copies = world, [(*copy,) for copy in copies.tolist()]
 
-    def queue(self, stream: Stream, base: int = 0) -> None:
+    def queue(self, stream: Stream, memory: Tensor | None = None) -> None:
+        base = 0 if memory is None else memory.data_ptr()
         self.world.random.shuffle(self.copies)
         for target, source, size in self.copies:
             self.world.copy(stream, target, base + source, size)

@@ -80,15 +80,16 @@ def test_attributes_are_laid_out_as_in_cuda_h() -> None:
 def test_many_copies_are_queued_in_few_calls_and_one_by_one_by_an_older_driver(driver: Driver, count: int) -> None:
     copies = [(1 << 40 | i, 2 << 40 | i, 3 << 32 | i) for i in range(count)]
     batch = Copies(copies)
-    bases = (0, 500, 500, 7, 0)
-    for base in bases:
-        batch.queue(STREAM, base)
+    memories = None, *torch.zeros(9).tensor_split((2, 2, 5)), None
+    for memory in memories:
+        batch.queue(STREAM, memory)
+    bases = [0 if memory is None else memory.data_ptr() for memory in memories]
     moved = [[(target, source + base, size) for target, source, size in copies] for base in bases]
     assert [c for call in driver.together for c in call] == [c for call in moved for c in call]
     assert len(driver.together) == len(bases) * -(-count // 255)
     assert driver.copies == []
     driver.copy_batch = None  # type: ignore[assignment]
-    batch.queue(STREAM, 500)
+    batch.queue(STREAM, memories[1])
     assert driver.copies == moved[1]
 
 

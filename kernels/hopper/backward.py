@@ -112,8 +112,11 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: D
         dq += target
     if direct is not None:
         return direct
-    dk, dv = (dk.sum(0), dv.sum(0)) if split.apart else (dk[0], dv[0])
-    return (dk, dv) if into is None else (into[0].copy_(dk), into[1].copy_(dv))
+    if into is None:
+        return (dk.sum(0), dv.sum(0)) if split.apart else (dk[0], dv[0])
+    for x, gradient in zip(into, (dk, dv), strict=True):
+        torch.sum(gradient, 0, out=x) if split.apart else x.copy_(gradient[0])
+    return into
 
 
 def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:

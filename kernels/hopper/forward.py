@@ -207,7 +207,10 @@ def _launch(
     n_tiles, n_heads = table.shape[1], batch * q_heads
     pieces = n_tiles * n_heads if division is None else division.undivided + division.all_parts
     workers = min(processors(q) * config.per_processor // config.ctas, pieces)
-    longest = heads_of_longest(block.query_tiles(config.block_m, config.block_n), workers)
+    longest = block.memo.once(
+        ("heads of longest", config.block_m, config.block_n, workers),
+        lambda: heads_of_longest(block.query_tiles(config.block_m, config.block_n), workers),
+    )
     width = 2 ** (v.shape[-1] // config.ctas - 1).bit_length()  # TMA reads zeros past the head dim, and writes nothing
     out, lse, l = outputs
     m_in, l_in, o_in = state or (lse, lse, lse)

@@ -18,6 +18,7 @@ from ..layouts.schedule import buffer_rows, carried_waves
 from ..peer.carry import CarriedPull
 from ..peer.link import Link
 from ..peer.pull import FetchBuffers, Pattern, Pull
+from ..program import not_repeatable
 from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
@@ -104,6 +105,7 @@ class PushedToCarriers(GradientReturn):
     those of one wave cross the network, the next one is attended."""
 
     def __init__(self, call: Call, transfer: HierarchicalEngines) -> None:
+        not_repeatable("messages carry gradients")
         self.push, self.transport = transfer.push(call), call.plan.transport
         self.link, self.waves = self.push.link, self.push.targets.waves
         self.dk, self.dv = self.push.dk, self.push.dv

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..program import not_repeatable
 from .link import KEYS, Link
 from .pull import FetchBuffers, Pull
 from .watchdog import READY
@@ -41,6 +42,7 @@ class CarriedPull(Pull):
 
     def publish(self) -> None:
         super().publish()
+        not_repeatable("messages carry keys")
         link, moving = self.link, self.link.moving
         moving.wait_stream(self.main)
         for heads in self.buffers.waves:

@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from ..program import Source, recorded
 
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _MAX_OPERATIONS = 255  # of one call: cuStreamBatchMemOp takes fewer than 256
@@ -142,11 +145,13 @@ class Words:
         self._waits = _batches([*first, *((_WAIT, address) for address in addresses)])
         self._writes = _batches([(_WRITE, address) for address in addresses])
 
+    @recorded
     def wait(self, stream: torch.cuda.Stream, value: int | Sequence[int]) -> None:
         """Make work queued on ``stream`` from now on wait until every word has reached ``value``, or each its own of
         several values, if none is announced."""
         self._queue(stream, self._waits, value)
 
+    @recorded
     def write(self, stream: torch.cuda.Stream, value: int) -> None:
         """Write ``value`` to the words, in their order, after all work queued on ``stream`` so far is done and visible
         to all devices."""
@@ -163,6 +168,30 @@ class Words:
                 operation.value = next(rest) & 0xFFFFFFFF
             if error := _driver().memory_operations(stream.cuda_stream, number, array, 0):
                 _check(error, "queueing words")
+
+
+@Words.wait.written
+def _written_wait(source: Source, words: Words, stream: torch.cuda.Stream, value: int | Sequence[int]) -> None:
+    _write_words(source, words._waits, stream, value)
+
+
+@Words.write.written
+def _written_write(source: Source, words: Words, stream: torch.cuda.Stream, value: int) -> None:
+    _write_words(source, words._writes, stream, value)
+
+
+def _write_words(source: Source, batches: list[_Batch], stream: torch.cuda.Stream, value: Any) -> None:
+    """Write the calls of the driver for some words, which all get one value, into a program."""
+    for array, operations, number in batches:
+        names = "".join(f"{source.name(operation)}.value = " for operation in operations)
+        source.line(f"{names}{source.value(value)} & 0xFFFFFFFF")
+        _write_call(source, "queueing words", _driver().memory_operations, stream.cuda_stream, number, array, 0)
+
+
+def _write_call(source: Source, what: str, function: Any, *args: Any) -> None:
+    """Write a call of the driver, and the check of its result."""
+    values = ", ".join(map(source.name, args))
+    source.line(f"if error := {source.name(function)}({values}): {source.name(_check)}(error, {what!r})")
 
 
 def _batches(operations: Sequence[tuple[int, int]]) -> list[_Batch]:
@@ -233,9 +262,11 @@ class Copies:
         self._attributes = _Attributes(order=_SRC_ACCESS_ORDER_STREAM, flags=_PREFER_OVERLAP_WITH_COMPUTE)
         self._first = ctypes.c_size_t(0)  # the attributes apply to all copies from this one on
 
-    def queue(self, stream: torch.cuda.Stream, base: int = 0) -> None:
-        """Queue the copies, with ``base`` added to all sources; work queued on ``stream`` later waits for all. It must
-        not be the default stream."""
+    @recorded
+    def queue(self, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
+        """Queue the copies; with ``memory`` sources are offsets in it. Work queued on ``stream`` later waits for all.
+        It must not be the default stream."""
+        base = 0 if memory is None else memory.data_ptr()
         copy_batch = _driver().copy_batch
         if copy_batch is None:
             for target, source, size in self._copies.tolist():
@@ -250,6 +281,55 @@ class Copies:
             ):  # fmt: skip
                 _check(error, f"copying {number} pieces of memory")
         self._base = base
+
+
+@Copies.queue.written
+def _written_copies(source: Source, copies: Copies, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
+    copy_batch = _driver().copy_batch
+    if memory is not None or copy_batch is None:
+        source.line(f"{source.name(Copies.queue.function)}({', '.join(map(source.value, (copies, stream, memory)))})")
+        return
+    by = ctypes.byref
+    for targets, sources, sizes, number, _ in copies._arrays:
+        how = by(copies._attributes), by(copies._first), 1, by(ctypes.c_size_t(0)), stream.cuda_stream
+        what = f"copying {number} pieces of memory"
+        _write_call(source, what, copy_batch, targets, sources, sizes, number, *how)
+
+
+@recorded
+def record(event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Let an event stand for all work queued on ``stream`` so far."""
+    event.record(stream)
+
+
+@record.written
+def _written_record(source: Source, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    _write_event(source, "record", event, stream)
+
+
+@recorded
+def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Make work queued on ``stream`` from now on wait for the last record of an event."""
+    stream.wait_event(event)
+
+
+@wait.written
+def _written_wait_event(source: Source, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    _write_event(source, "wait", event, stream)
+
+
+def _write_event(source: Source, method: str, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+    """Write a method of an event into a program: that in C, which torch's classes in Python call."""
+    base = torch._C._CudaEventBase
+    function = getattr(base if isinstance(event, base) else event, method)
+    values = [event, stream] if isinstance(event, base) else [stream]
+    source.line(f"{source.name(function)}({', '.join(map(source.name, values))})")
+
+
+@recorded
+def follow(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """Make work queued on ``stream`` from now on wait for all work queued on another one so far."""
+    stream.wait_stream(other)
 
 
 def pin(address: int, size: int) -> int:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..memo import Memo
+from ..program import Epoch, recorded
 from . import driver
 from .mailbox import Mailbox
 from .watchdog import FREE, LANDED, MEET, NEED_FREE, READY, Board
@@ -76,7 +77,7 @@ class Link:
         self._board = board
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
         self.epochs = [0, 0]
-        self._exchanges = 0  # of keys and values
+        self._exchanges = self._replaced = 0  # of keys and values; memory, so often
         self.pad = Region(*share(_PAD_BYTES))  # of the words
         self._incoming, self._outgoing = [], []
         for kind in (READY, LANDED, FREE):
@@ -105,16 +106,28 @@ class Link:
 
     # ---------------------------------------------------------------- words
 
-    def next_epoch(self, which: int) -> int:
+    @recorded
+    def next_epoch(self, which: int) -> Epoch:
         """Count one more exchange of ``KEYS`` or ``GRADIENTS`` and return its number, an int32 that wraps around."""
-        epoch = (self.epochs[which] + 1 + 2**31) % 2**32 - 2**31
+        epoch = Epoch((self.epochs[which] + 1 + 2**31) % 2**32 - 2**31)
         self.epochs[which] = epoch
         return epoch
 
+    @recorded
     def next_slot(self) -> int:
         """Count one more exchange of keys and values and return its half of their region: the two take turns."""
         self._exchanges += 1
         return self._exchanges % 2
+
+    @property
+    def state(self) -> int:
+        """A number of the memory and of its half that the next exchange uses, on which recorded calls depend."""
+        return 2 * self._replaced + self._exchanges % 2
+
+    def _forget(self) -> None:
+        """Forget what holds addresses of memory that is replaced."""
+        self._replaced += 1
+        self.prepared.clear()
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
@@ -139,13 +152,13 @@ class Link:
         region = self._regions[which]
         if region is None or size > len(region.memory):
             region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
-            self.prepared.clear()
+            self._forget()
         return region
 
     def receive_buffer(self, size: int) -> Tensor:
         """Return memory of this rank for pulled keys and values, (at least ``size``,) uint8, the same in every call."""
         if size > len(self._receive):
-            self.prepared.clear()
+            self._forget()
             # The allocator gives the old buffer to work of the stream on which it was allocated; its last use may have
             # been on another stream.
             self._receive_stream.wait_event(self.released)
@@ -156,7 +169,7 @@ class Link:
     def ready_flags(self, rows: int) -> Tensor:
         """Return ready flags of at least ``rows`` rows, (rows, FLAG_WORDS) int32, the same memory in every call."""
         if len(self._flags) < rows:
-            self.prepared.clear()
+            self._forget()
             self._flags_stream.wait_event(self.released)  # as in receive_buffer
             self._flags_stream = self.current_stream()
             self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)

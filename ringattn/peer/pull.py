@@ -261,13 +261,13 @@ class Pull:
         """Start to pull a wave, in the order of the attention: groups of heads inside the wave."""
         link, main, pulling = self.link, self.main, self.link.pulling
         if wave == 0:
-            main.wait_event(link.released)
-        link.writable.record(main)  # all work that used this part of the receive buffer has been queued
+            driver.wait(main, link.released)
+        driver.record(link.writable, main)  # all work that used this part of the receive buffer has been queued
         if wave == 0:
             self.publish()
         # After that, so that the other ranks' signals and the first copies take no time of their own.
         self._put_own(wave)
-        pulling.wait_event(link.writable)
+        driver.wait(pulling, link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
         self.copy(wave, groups)
@@ -295,7 +295,7 @@ class Pull:
             copies[self.slot].queue(link.pulling)
             flags.write(link.pulling, self.epoch)
         if wave == self.last:
-            link.pulled.record(link.pulling)
+            driver.record(link.pulled, link.pulling)
 
     def ready(self, wave: int) -> ReadyFlags:
         """Return the ready flags of a wave, for a kernel that polls them."""
@@ -311,7 +311,7 @@ class Pull:
     def release(self, wave: int) -> None:
         """Allow work that is queued from now on to reuse the memory of a wave. Call it after the wave's last kernel."""
         if wave == self.last:  # wait for the copies of rows that no kernel waited for, too
-            self.main.wait_event(self.link.pulled)
-            self.link.released.record(self.main)
+            driver.wait(self.main, self.link.pulled)
+            driver.record(self.link.released, self.main)
         else:
             self.wait(wave, slice(0, self.buffers.buffers[wave].shape[1]))

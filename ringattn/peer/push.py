@@ -24,6 +24,7 @@ from torch import Tensor
 from ..kernels.contract import CompletionCounts
 from ..layouts.schedule import Fetch, buffer_rows
 from ..memo import Memo
+from ..program import Epoch, recorded
 from . import driver
 from .link import GRADIENTS, Link
 from .pull import Pattern
@@ -48,11 +49,13 @@ class Counters:
         self.raised, self.before = raised, [0] * raised.numel()
         self._words: Memo[driver.Words] = Memo(_MAX_WORDS)  # by their indices
 
+    @recorded
     def expect(self, growth: Sequence[int]) -> None:
         """Note by how much a launch raises the first counters."""
         for index, more in enumerate(growth):
             self.before[index] = (self.before[index] + more) & 0xFFFFFFFF
 
+    @recorded
     def wait(self, stream: torch.cuda.Stream, indices: tuple[int, ...]) -> None:
         """Make ``stream`` wait until these counters have all that is expected."""
         words = self._words.once(indices, lambda: driver.Words([self.raised.data_ptr() + 4 * i for i in indices]))
@@ -193,7 +196,7 @@ class Push:
         self.main = link.current_stream()
         self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
         self.partials: dict[int, Tensor] = {}  # contributions by wave, until they are summed
-        self.epoch = 0
+        self.epoch = Epoch()
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         """Return the tensors for this rank's contributions of a wave, (batch, keys, heads, head_dim or head_dim_v)."""
@@ -230,18 +233,17 @@ class Push:
         self.epoch = link.next_epoch(GRADIENTS)
         counters = None if counts is None else self._counters(math.prod(self._shape(wave, counts)))
         if counters is None:
-            pushing.wait_stream(self.main)
-        link.wait_for(pushing, FREE, self.epoch - 1)
-        source = partial.data_ptr()
+            driver.follow(pushing, self.main)
+        link.wait_for(pushing, FREE, self.epoch.before())
         steps = self.targets.steps(partial.shape[0] * partial.shape[1], counts)
         if counters is not None:
             counters.expect(steps.growth)
         for indices, copies in steps.pushed:
             if counters is not None:
                 counters.wait(pushing, indices)
-            copies.queue(pushing, source)
+            copies.queue(pushing, partial)
         link.signal(pushing, LANDED, self.epoch)
-        link.pushed.record(pushing)
+        driver.record(link.pushed, pushing)
 
     def finish(self, wave: int) -> None:
         """Wait for the contributions of all ranks to a wave and sum them into dk and dv, in the order of ranks."""
@@ -257,7 +259,7 @@ class Push:
 
         link, targets, main = self.link, self.targets, self.main
         link.wait_for(main, LANDED, self.epoch)
-        main.wait_event(link.pushed)
+        driver.wait(main, link.pushed)
         sum_runs(targets.table, self.partials.pop(wave), targets.landed, dk, dv)
         link.signal(main, FREE, self.epoch)
 

@@ -35,6 +35,7 @@ from ..peer.connect import Ranks, by_host, connect, host
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
 from ..peer.watchdog import CallMark
+from ..program import not_repeatable
 from . import gloo, lockstep
 from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
@@ -146,7 +147,10 @@ class Transport:
             self.sent_to[peer] += x.numel() * x.element_size()
         self.sent_bytes = self.sent_to.total()
         self.sent_messages += len(sends)
-        return self._start(sends, receives) if sends or receives else Arrived()
+        if not sends and not receives:
+            return Arrived()
+        not_repeatable("messages")
+        return self._start(sends, receives)
 
     @property
     def ended(self) -> bool:
@@ -163,6 +167,11 @@ class Transport:
         """Whether all ranks can access each other's memory."""
         return len(self.linked) == 1
 
+    @property
+    def state(self) -> int:
+        """See :attr:`.peer.link.Link.state`; 0 where ranks share no memory."""
+        return 0
+
     def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
         return None
@@ -173,6 +182,7 @@ class Transport:
         mailbox = self._mailbox() if state.is_cuda and self.world_size > 1 else None
         if mailbox is None or not mailbox.takes(state):
             return None
+        not_repeatable("a merge")
         self.step, self.collectives = self.step + 1, self.collectives + 1
         return mailbox
 
@@ -185,6 +195,7 @@ class Transport:
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """Replace x by its elementwise ``"max"`` or ``"sum"`` over all ranks, and return it."""
         if self.world_size > 1:
+            not_repeatable("a collective")
             self.step, self.collectives = self.step + 1, self.collectives + 1
             self._all_reduce(x, op)
         return x
@@ -193,6 +204,7 @@ class Transport:
         """Return the x of all ranks, contiguous tensors of one shape: (world_size, *x.shape)."""
         if self.world_size == 1:
             return x[None]
+        not_repeatable("a collective")
         self.step, self.collectives = self.step + 1, self.collectives + 1
         return self._all_gather(x)
 
@@ -371,6 +383,10 @@ class GroupTransport(Transport):
     @property
     def linked(self) -> tuple[tuple[int, ...], ...]:
         return () if self._link is None else by_host(self.hosts)
+
+    @property
+    def state(self) -> int:
+        return 0 if self._link is None else self._link.state
 
     def link(self, x: Tensor) -> Link | None:
         if self._link is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():

@@ -1,0 +1,194 @@
+"""Recorded calls: they do what the call did, with other tensors, and what cannot be repeated is not recorded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ringattn
+from ringattn import operators
+from ringattn.program import Epoch, Program, Programs, record, recorded
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def program_of(function: Any, *inputs: Tensor | None) -> Program:
+    result, made = record(function, inputs)
+    for x, y in zip(result, function(*inputs), strict=True):
+        assert torch.equal(x, y)
+    assert isinstance(made, Program), made
+    return made
+
+
+def replayed(made: Program, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return made.run(*inputs, *[x.data_ptr() for x in inputs if x is not None])
+
+
+def work(x: Tensor, y: Tensor | None, z: Tensor) -> tuple[Tensor, ...]:
+    new = torch.empty_like(z)
+    new[:, 1:].copy_(x[:, 1:] + 2)
+    new[:, 0] = 7
+    both = torch.stack([new, z]).sum(0)
+    parts = torch.empty(2, 3, 4).unbind()
+    for part, from_where in zip(parts, (both, x), strict=True):
+        part.copy_(from_where)
+    return parts[1], both.transpose(0, 1), torch.cat([x, z])[1:]
+
+
+def test_a_program_does_the_same_with_other_tensors() -> None:
+    made = program_of(work, torch.randn(3, 4), None, torch.randn(3, 4))
+    for _ in range(3):
+        packed = torch.randn(3, 3, 4)
+        inputs = packed[0], None, packed[2]  # parts of one tensor, as they were not when it was recorded
+        for x, y in zip(replayed(made, *inputs), work(*inputs), strict=True):
+            assert torch.equal(x, y)
+            assert x.stride() == y.stride()
+
+
+def test_inputs_of_one_memory_are_told_apart() -> None:
+    packed = torch.randn(3, 3, 4)
+    made = program_of(work, packed[0], None, packed[1])
+    inputs = torch.randn(3, 4), None, torch.randn(3, 4)
+    assert all(torch.equal(x, y) for x, y in zip(replayed(made, *inputs), work(*inputs), strict=True))
+    x = torch.randn(3, 4)
+    made = program_of(work, x, None, x)
+    assert all(torch.equal(x, y) for x, y in zip(replayed(made, *inputs), work(*inputs), strict=True))
+
+
+def test_memory_that_was_there_before_is_kept_and_read_anew() -> None:
+    table = torch.arange(4.0)
+    made = program_of(lambda x: (x + table,), torch.zeros(3, 4))
+    table += 1
+    assert torch.equal(replayed(made, torch.zeros(3, 4))[0], table.expand(3, 4))
+    alive = weakref.ref(table)
+    del table
+    gc.collect()
+    assert alive() is not None
+    assert torch.equal(replayed(made, torch.ones(3, 4))[0][0], torch.arange(4.0) + 2)
+
+
+def test_memory_is_freed_where_the_call_frees_it() -> None:
+    def frees(x: Tensor) -> tuple[Tensor, ...]:
+        a = x + 1
+        b = a[0] * 2
+        del a
+        c = b + 1
+        del b
+        return (c * 3,)
+
+    lines = [line.strip() for line in program_of(frees, torch.zeros(2, 2)).source.splitlines()]
+    made = [line.split(" = ")[0] for line in lines if " = " in line and "data_ptr" not in line]
+    freed = [line.removeprefix("del ") for line in lines if line.startswith("del ")]
+    assert freed == made[:2]
+    assert lines.index(f"del {made[0]}") < next(i for i, line in enumerate(lines) if line.startswith(f"{made[2]} ="))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * float(x.sum()),),  # what the host reads
+        lambda x: (x.view(torch.int32).float() + 1, torch.empty(4).view(torch.int32).fill_(3)),
+        lambda x: (torch.ones(3), KEPT),
+    ],
+)
+def test_what_cannot_be_repeated_is_not_recorded(function: Any) -> None:
+    _, made = record(function, (torch.ones(4),))
+    assert isinstance(made, str)
+
+
+KEPT = torch.ones(2)
+
+
+def test_numbers_of_exchanges_are_counted_by_the_replay() -> None:
+    counted, told = [2**31 - 3], []
+
+    @recorded
+    def count() -> Epoch:
+        counted[0] += 1
+        return Epoch((counted[0] + 2**31) % 2**32 - 2**31)
+
+    @recorded
+    def tell(what: str, number: int, x: Tensor | None) -> None:
+        told.append((what, number, None if x is None else x.clone()))
+
+    def exchange(x: Tensor) -> tuple[Tensor, ...]:
+        epoch = count()
+        tell("now", epoch, x[1:])
+        tell("before", epoch.before(), None)
+        return (x + 1,)
+
+    _, made = record(exchange, (torch.zeros(3),))
+    assert isinstance(made, Program)
+    for _ in range(3):
+        replayed(made, torch.arange(3.0))
+    wrapped = [2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1]
+    assert [n for what, n, _ in told if what == "now"] == wrapped
+    assert [n for what, n, _ in told if what == "before"] == [2**31 - 3, *wrapped[:3]]
+    assert all(torch.equal(x, torch.tensor([1.0, 2.0])) for what, _, x in told[2:] if what == "now")
+
+
+def test_programs_run_eagerly_first_and_where_addresses_are_not_aligned() -> None:
+    programs, calls = Programs(), []
+
+    def double(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(x.data_ptr() % 16)
+        return (x * 2,)
+
+    memory = torch.arange(64.0)
+    for i in range(6):
+        (result,) = programs.run("key", 0, double, memory[16 : 20 + i * 0])
+        assert torch.equal(result, memory[16:20] * 2)
+    assert calls == [0, 0]  # eagerly, recorded
+    for first in (17, 20):
+        assert torch.equal(programs.run("key", 0, double, memory[first : first + 4])[0], memory[first : first + 4] * 2)
+    assert calls == [0, 0, 4]
+    programs.run("key", 1, double, memory[:4])  # another state is recorded at once
+    programs.run("key", 1, double, memory[:4])
+    assert calls == [0, 0, 4, 0]
+
+
+CASES = {
+    "causal": dict(causal=True),
+    "full": {},
+    "window": dict(causal=True, window_size=(100, 0)),
+    "documents": dict(causal=True, cu_seqlens=[0, 100, 750, 1000]),
+    "sinks of keys": dict(causal=True, window_size=(64, 0), sinks=4),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("case", CASES)
+def test_a_repeated_call_on_a_gpu_is_the_eager_one(case: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward bit for bit; dq within what the order of its sums, which no two runs share, may change."""
+    plan = ringattn.plan(1000, **CASES[case])
+    eager = monkeypatch.context
+    for i in range(5):
+        torch.manual_seed(i)
+        q, k, v = (torch.randn(1, 1000, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
+        if i % 2:
+            packed = torch.cat([q, k, v], 2)
+            q, k, v = packed.split([8, 2, 2], 2)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        dout, dlse = torch.randn_like(q, memory_format=torch.contiguous_format), torch.randn(1, 8, 1000, device="cuda")
+        results = []
+        for repeats in (True, False):
+            with eager() as patch:
+                if not repeats:
+                    patch.setattr(operators, "_stream_of", lambda x: None)
+                out, lse = ringattn.attention(q, k, v, plan, return_lse=True, softcap=20.0 * (head_dim == 64))
+                results.append((out, lse, *torch.autograd.grad([out, lse], (q, k, v), [dout, dlse])))
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+            if name == "dq":
+                assert (x - y).float().norm() <= 4e-3 * y.float().norm()
+            else:
+                assert torch.equal(x, y), (i, name)
+    kinds = [type(x) for key, x in plan.programs._kept._kept.items()]
+    assert kinds.count(Program) == 4, plan.programs._kept._kept  # forward and backward, of two layouts of memory
