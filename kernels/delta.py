@@ -1,4 +1,4 @@
-"""The row sums that a backward needs of the forward's output."""
+"""What a backward begins with, the row sums of the forward's output, and ends with, gradients in the inputs' dtype."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def begin_backward(queries: Queries, outputs: Outputs, dq: Tensor) -> None:
     else:
         _fill(queries.delta, outputs, queries.dout)
         dq.zero_()
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient (batch, seq, heads, dim) in another dtype, contiguous."""
+    if x.dtype != dtype and x.is_cuda and x.dtype == torch.float32 and x.stride(-1) == 1 and has_triton():
+        from .triton.rounding import sum_parts
+
+        result = torch.empty(x.shape, dtype=dtype, device=x.device)
+        sum_parts([x[None]], [result])
+        return result
+    return x.to(dtype).contiguous()
 
 
 def _fill(delta: Tensor, outputs: Outputs, dout: Tensor) -> None:

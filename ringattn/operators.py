@@ -26,6 +26,7 @@ from .dataflow import choose as choose_dataflow
 from .dataflow.base import Call
 from .kernels.backends import BACKENDS, choose
 from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
+from .kernels.delta import rounded
 from .layouts.shards import length, put, take
 from .plans import Begun, Plan
 
@@ -265,12 +266,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     numbers = softmax_scale, softcap, kernel, plan_handle, score_mod, forward
     tensors = dout, dlse, q, k, v, out, lse, alibi_slopes, sink
-    return _differentiate(None, plans.by_handle(plan_handle), tensors, *numbers)
+    dq, dk, dv, dsink = _differentiate(None, plans.by_handle(plan_handle), tensors, *numbers)
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 
 def _differentiate(  # type: ignore[no-untyped-def]
     known: Signature, plan: Plan, tensors, softmax_scale, softcap, kernel, _, score_mod, forward
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients. A call of a signature that is known does what such a call did before."""
     order = dict(plan=plan.digest, forward=forward)
     plan.begin("attention() backward", order, dataflow=plan.dataflow, compared=False)
@@ -287,10 +289,9 @@ def _differentiate(  # type: ignore[no-untyped-def]
                 dq, dk, dv = flow.backward(call, queries)
                 # Contiguous as the fake kernel says: zeros of a rank that sees nothing are laid out as its inputs. dq
                 # is the largest and comes last, when the others take half as much as before.
-                dk = dk.to(k.dtype).contiguous()
-                dv = dv.to(v.dtype).contiguous()
-                dq = dq.to(q.dtype).contiguous()
-                dsink = q.new_empty(0)
+                dk, dv = rounded(dk, k.dtype), rounded(dv, v.dtype)
+                dq = rounded(dq, q.dtype)
+                dsink = None
                 if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
                     p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
                     dsink = flow.sum_rows(plan, -(p * queries.delta)).to(sink.dtype)

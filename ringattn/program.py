@@ -34,7 +34,6 @@ R = TypeVar("R")
 
 SIGNATURES = 256  # of one plan that are kept
 ALIGNED = 16  # bytes: inputs of a program begin at multiples of it, as kernels were compiled for
-_CALLED = "called once"
 _NEW = {
     getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
@@ -117,15 +116,17 @@ class Programs:
 
         Args:
             key: everything that the call depends on but the addresses of its tensors and ``state``.
-            state: see :attr:`.peer.link.Link.state`; each has a program of its own.
+            state: see :attr:`.peer.link.Link.state`; each has a program of its own. The first call after memory was
+                replaced makes tables, and is not recorded.
         """
         program = self._kept.get((key, state))
         if type(program) is Program:
             addresses = [x.data_ptr() for x in inputs if x is not None]
             aligned = not any([address % ALIGNED for address in addresses])
             return program.run(*inputs, *addresses) if aligned and not program.observed() else function(*inputs)
-        if self._kept.get(key) is None:
-            self._kept.put(key, _CALLED)
+        called = key, "memory", state // 2
+        if self._kept.get(called) is None:
+            self._kept.put(called, True)
         elif program is None and not torch._C._len_torch_dispatch_stack():
             result, made = record(function, inputs)
             self._kept.put((key, state), made)
@@ -265,11 +266,11 @@ class _Recorder(TorchDispatchMode):
                 self.source.add(x, name)
         self.on_gpu = any(x is not None and x.is_cuda for x in inputs)
 
-    def program(self, outputs: Sequence[Tensor]) -> Program | str:
+    def program(self, outputs: Sequence[Tensor | None]) -> Program | str:
         """Return the program of the call that has returned these tensors, or why there is none."""
         source, names = self.source, self.names
         results = [source.value(x) for x in outputs]
-        if self.refused or not all(map(source.changes, outputs)):
+        if self.refused or not all(x is None or source.changes(x) for x in outputs):
             return self.refused or "it returns memory that was there before"
         given = [*names, *[f"{name}_at" for name, x in zip(names, self.inputs, strict=True) if x is not None]]
         body = [*source.lines, f"return ({', '.join(results)},)"]

@@ -45,6 +45,7 @@ from ..contract import Block, CompletionCounts, Delivery, Keys, Queries, Score, 
 from ..launch import CLUSTERS, Launches, dispatch, on_device
 from ..long_sums import LEAST_HEADS
 from ..triton.begin import Statistics, begin_backward, lse_of_kernels
+from ..triton.rounding import sum_parts
 from . import backward_d64, backward_d128, backward_d192, backward_d256, limits, scores, tile_scheduler
 from .backward_pieces import BM
 from .tensor_maps import readable, view
@@ -112,10 +113,12 @@ def backward(queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: D
         dq += target
     if direct is not None:
         return direct
+    if not split.apart and into is None:
+        return dk[0], dv[0]
     if into is None:
-        return (dk.sum(0), dv.sum(0)) if split.apart else (dk[0], dv[0])
-    for x, gradient in zip(into, (dk, dv), strict=True):
-        torch.sum(gradient, 0, out=x) if split.apart else x.copy_(gradient[0])
+        dtype = keys.k.dtype if delivery.complete else torch.float32
+        into = torch.empty_like(dk[0], dtype=dtype), torch.empty_like(dv[0], dtype=dtype)
+    sum_parts((dk, dv), into)
     return into
 
 

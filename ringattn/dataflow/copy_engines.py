@@ -21,6 +21,10 @@ from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
 
 
+# Bytes that are pulled in as much time as the host takes to queue the kernels of a group, some 80 us at 50 GB/s.
+WORTH_A_GROUP = 4 << 20
+
+
 @dataclass(frozen=True)
 class CopyEngines(Transfer):
     """From the memory of each rank to that of each other one.
@@ -46,6 +50,15 @@ class CopyEngines(Transfer):
     def waves(self, shape: Shape, backward: bool) -> list[slice]:
         """Return the key heads that one kernel attends to, wave by wave; two of them are in memory together."""
         return head_waves(self.plan, shape, backward)
+
+    def groups(self, shape: Shape, heads: int, device_type: str, backward: bool) -> list[slice]:
+        """Return the key heads, of so many that are in memory together, that kernels which cannot wait for keys attend
+        one after another: all at once, if they come in less time than the host takes to queue the groups."""
+        groups = head_groups(heads, heads * (shape.q_heads // shape.kv_heads), device_type, backward)
+        rank = self.plan.rank
+        tokens = sum(run.length for run in self.plan.fetches[rank] if run.owner != rank)
+        pulled = shape.batch * tokens * heads * (shape.head_dim + shape.value_dim) * shape.itemsize
+        return groups if pulled >= len(groups) * WORTH_A_GROUP else [slice(0, heads)]
 
     def of(self, call: Call) -> Transfer:
         link = self.plan.transport.link(call.q) if self.plan.seq_len_k > 0 else None
@@ -82,7 +95,7 @@ class CopyEngines(Transfer):
             keys = Keys(*buffers.kv[wave], block)
             whole, groups = self.polls and waits(keys, q_heads), [slice(0, count)]
             if self.polls and not whole:
-                groups = head_groups(count, q_heads.stop - q_heads.start, call.q.device.type, backward)
+                groups = self.groups(call.shape, count, call.q.device.type, backward)
             with named("wave", wave, "pull"):
                 pull.start(wave, groups)
             return keys, whole, groups
@@ -111,7 +124,7 @@ class CopyEngines(Transfer):
             return self.kept_bytes(shape, backward) + self.wave_bytes(shape)
         # The larger of two: a wave's contributions before dq is made as a result, and after.
         heads, together = _in_memory(self.waves(shape, backward))
-        groups = head_groups(heads, heads * (shape.q_heads // shape.kv_heads), "cuda", backward)
+        groups = self.groups(shape, heads, "cuda", backward)
         most = max(g.stop - g.start for g in groups)
         contributions = self.contribution_bytes(shape, together * buffer_rows(self.plan.fetches[self.plan.rank]), most)
         dq = shape.batch * self.plan.local_lengths[self.plan.rank] * shape.q_heads * shape.head_dim * shape.itemsize

@@ -273,23 +273,31 @@ class Copies:
                 copy(stream, target, base + source, size)
             return
         by, failed = ctypes.byref, ctypes.c_size_t(0)
-        for targets, sources, sizes, number, addresses in self._arrays:
-            addresses += np.uint64((base - self._base) % 2**64)  # wraps around
+        self._move(base)
+        for targets, sources, sizes, number, _ in self._arrays:
             if error := copy_batch(
                 targets, sources, sizes, number, by(self._attributes), by(self._first), 1, by(failed),
                 stream.cuda_stream,
             ):  # fmt: skip
                 _check(error, f"copying {number} pieces of memory")
-        self._base = base
+
+    def _move(self, base: int) -> None:
+        """Let sources be offsets in the memory at an address."""
+        if base != self._base:
+            for arrays in self._arrays:
+                arrays.addresses.__iadd__(np.uint64((base - self._base) % 2**64))  # wraps around
+            self._base = base
 
 
 @Copies.queue.written
 def _written_copies(source: Source, copies: Copies, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
     copy_batch = _driver().copy_batch
-    if memory is not None or copy_batch is None:
+    if copy_batch is None:
         source.line(f"{source.name(Copies.queue.function)}({', '.join(map(source.value, (copies, stream, memory)))})")
         return
     by = ctypes.byref
+    if memory is not None:
+        source.line(f"{source.name(copies._move)}({source.address(memory) or memory.data_ptr()})")
     for targets, sources, sizes, number, _ in copies._arrays:
         how = by(copies._attributes), by(copies._first), 1, by(ctypes.c_size_t(0)), stream.cuda_stream
         what = f"copying {number} pieces of memory"
@@ -324,12 +332,6 @@ def _write_event(source: Source, method: str, event: torch.cuda.Event, stream: t
     function = getattr(base if isinstance(event, base) else event, method)
     values = [event, stream] if isinstance(event, base) else [stream]
     source.line(f"{source.name(function)}({', '.join(map(source.name, values))})")
-
-
-@recorded
-def follow(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-    """Make work queued on ``stream`` from now on wait for all work queued on another one so far."""
-    stream.wait_stream(other)
 
 
 def pin(address: int, size: int) -> int:

@@ -98,7 +98,7 @@ class Link:
         self.pulling, self.pushing, self.moving = (torch.cuda.Stream(device) for _ in range(3))  # moving: messages
         # A call records an event again only after every wait for its previous record has been queued.
         self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
-        self.writable, self.pulled, self.pushed = (torch.cuda.Event() for _ in range(3))
+        self.writable, self.pulled, self.pushed, self.written = (torch.cuda.Event() for _ in range(4))
 
     def current_stream(self) -> torch.cuda.Stream:
         """Return the current stream of this rank's GPU. Without an index torch asks the driver for the device."""

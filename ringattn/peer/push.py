@@ -233,7 +233,8 @@ class Push:
         self.epoch = link.next_epoch(GRADIENTS)
         counters = None if counts is None else self._counters(math.prod(self._shape(wave, counts)))
         if counters is None:
-            driver.follow(pushing, self.main)
+            driver.record(link.written, self.main)
+            driver.wait(pushing, link.written)
         link.wait_for(pushing, FREE, self.epoch.before())
         steps = self.targets.steps(partial.shape[0] * partial.shape[1], counts)
         if counters is not None:
