@@ -171,20 +171,29 @@ class Words:
 
 
 @Words.wait.written
-def _written_wait(source: Source, words: Words, stream: torch.cuda.Stream, value: int | Sequence[int]) -> None:
-    _write_words(source, words._waits, stream, value)
+def _written_wait(source: Source, words: Words, stream: torch.cuda.Stream, value: int) -> None:
+    _write_words(source, words._waits, stream, [f"{source.value(value)} & 0xFFFFFFFF"])
 
 
 @Words.write.written
 def _written_write(source: Source, words: Words, stream: torch.cuda.Stream, value: int) -> None:
-    _write_words(source, words._writes, stream, value)
+    _write_words(source, words._writes, stream, [f"{source.value(value)} & 0xFFFFFFFF"])
 
 
-def _write_words(source: Source, batches: list[_Batch], stream: torch.cuda.Stream, value: Any) -> None:
-    """Write the calls of the driver for some words, which all get one value, into a program."""
+def write_wait(source: Source, words: Words, stream: torch.cuda.Stream, values: Sequence[str]) -> None:
+    """Write a wait for words, each for its own value, into a program."""
+    _write_words(source, words._waits, stream, values)
+
+
+def _write_words(source: Source, batches: list[_Batch], stream: torch.cuda.Stream, values: Sequence[str]) -> None:
+    """Write the calls of the driver for some words into a program: all get one value, or each its own."""
+    rest = iter(values)
     for array, operations, number in batches:
-        names = "".join(f"{source.name(operation)}.value = " for operation in operations)
-        source.line(f"{names}{source.value(value)} & 0xFFFFFFFF")
+        names = [f"{source.name(operation)}.value = " for operation in operations]
+        if len(values) == 1:
+            source.line(f"{''.join(names)}{values[0]}")
+        else:
+            source.line("; ".join([f"{name}{next(rest)}" for name in names]))
         _write_call(source, "queueing words", _driver().memory_operations, stream.cuda_stream, number, array, 0)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..kernels.contract import CompletionCounts
 from ..layouts.schedule import Fetch, buffer_rows
 from ..memo import Memo
-from ..program import Epoch, recorded
+from ..program import Epoch, Source, recorded
 from . import driver
 from .link import GRADIENTS, Link
 from .pull import Pattern
@@ -58,8 +58,16 @@ class Counters:
     @recorded
     def wait(self, stream: torch.cuda.Stream, indices: tuple[int, ...]) -> None:
         """Make ``stream`` wait until these counters have all that is expected."""
-        words = self._words.once(indices, lambda: driver.Words([self.raised.data_ptr() + 4 * i for i in indices]))
-        words.wait(stream, [self.before[i] for i in indices])
+        self._words_of(indices).wait(stream, [self.before[i] for i in indices])
+
+    def _words_of(self, indices: tuple[int, ...]) -> driver.Words:
+        return self._words.once(indices, lambda: driver.Words([self.raised.data_ptr() + 4 * i for i in indices]))
+
+
+@Counters.wait.written
+def _written_wait(source: Source, counters: Counters, stream: torch.cuda.Stream, indices: tuple[int, ...]) -> None:
+    before = source.name(counters.before)
+    driver.write_wait(source, counters._words_of(indices), stream, [f"{before}[{i}]" for i in indices])
 
 
 class _Pushed(NamedTuple):
