@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +48,12 @@ def tensors(tokens: int, heads: tuple[int, int], device: torch.device) -> list[T
     ]
 
 
-def forward(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+def forward(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
     with torch.no_grad():
         attend(q, k, v)
 
 
-def both(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
+def both(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
     torch.autograd.grad(attend(q, k, v), (q, k, v), dout)
 
 
@@ -138,7 +139,10 @@ def main() -> None:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
-        attentions: dict[str, Callable[..., Tensor]] = {"ringattn": partial(ringattn.attention, plan=plan), "torch": torchs}
+        attentions: dict[str, Callable[..., Any]] = {
+            "ringattn": partial(ringattn.attention, plan=plan),
+            "torch": torchs,
+        }
         try:
             import fa3_fwd_interface
 
@@ -150,8 +154,8 @@ def main() -> None:
                 if name != "FlashAttention-3" or run is forward:  # its wheel has no backward
                     line(f"{name}, 512 tokens, 32/8, {way}", partial(run, attend, *given))
     for tokens, lengths, heads in ROWS if ranks > 1 else ():
-        more = {} if lengths is None else dict(cu_seqlens=bounds(lengths, tokens * ranks, 0))
-        plan = ringattn.plan(tokens * ranks, causal=True, dataflow="gather", **more)
+        cu_seqlens = None if lengths is None else bounds(lengths, tokens * ranks, 0)
+        plan = ringattn.plan(tokens * ranks, causal=True, dataflow="gather", cu_seqlens=cu_seqlens)
         given = tensors(plan.local_lengths[plan.rank], heads, device)
         for way, run in ways.items():
             name = f"{tokens}, {lengths or 'causal'}, {heads[0]}/{heads[1]}, {way}"

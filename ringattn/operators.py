@@ -99,12 +99,12 @@ def _forward(
     return _run(_begin(q, k, v, score, kernel, plans.by_handle(plan_handle), grad_mode)[0])
 
 
-def _attend(  # type: ignore[no-untyped-def]
-    known: Signature, plan: Plan, q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, _, score_mod, grad_mode
-) -> tuple[Tensor, Tensor]:
+def _attend(known: Signature, plan: Plan, *inputs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     """Attend. A call of a signature that is known does what such a call did before."""
+    *tensors, softmax_scale, softcap, kernel, _, score_mod, grad_mode = inputs
     begun = plan.begun.get(known)
     if begun is None or not plan.begin_again(begun):
+        q, k, v, alibi_slopes, sink = tensors
         score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
         plan.begun.put(known, _begin(q, k, v, score, kernel, plan, grad_mode)[1])
 
@@ -113,7 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
         q, k, v = map(unit_stride, (q, k, v))
         return _run(Call(q, k, v, plan, score, choose(kernel, q, k, v, score)))
 
-    return _repeated(plan, known, attend, q, k, v, alibi_slopes, sink)
+    return _repeated(plan, known, attend, *tensors)
 
 
 def _begin(
@@ -271,13 +271,15 @@ def _backward(
 
 
 def _differentiate(  # type: ignore[no-untyped-def]
-    known: Signature, plan: Plan, tensors, softmax_scale, softcap, kernel, _, score_mod, forward
+    known: Signature, plan: Plan, tensors, *numbers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients. A call of a signature that is known does what such a call did before."""
+    softmax_scale, softcap, kernel, _, score_mod, forward = numbers
     order = dict(plan=plan.digest, forward=forward)
     plan.begin("attention() backward", order, dataflow=plan.dataflow, compared=False)
 
-    def differentiate(dout, dlse, q, k, v, out, lse, alibi_slopes, sink):  # type: ignore[no-untyped-def]
+    def differentiate(*tensors):  # type: ignore[no-untyped-def]
+        dout, dlse, q, k, v, out, lse, alibi_slopes, sink = tensors
         flow = choose_dataflow(plan.dataflow, plan.deterministic)
         try:
             score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)

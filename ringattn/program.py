@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Epoch(int):
         return last
 
 
-class recorded(Generic[P, R]):  # noqa: N801 - a decorator
+class recorded(Generic[P, R]):
     """Make a function that queues work, and makes no tensor, a step of the calls that are recorded. Its arguments are
     tensors, an :class:`Epoch` and what stays the same. It may return an Epoch.
 
@@ -75,8 +75,14 @@ class recorded(Generic[P, R]):  # noqa: N801 - a decorator
         recorder = current()
         return self.function(*args, **kwargs) if recorder is None else recorder.call(self, args)
 
+    @overload
+    def __get__(self, instance: None, owner: type) -> recorded[P, R]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Callable[..., R]: ...
+
     def __get__(self, instance: object, owner: type) -> Callable[..., R]:
-        return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type, return-value]
+        return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
 
     def written(self, write: Callable[..., None]) -> Callable[..., None]:
         self.write = write
@@ -276,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         body = [*source.lines, f"return ({', '.join(results)},)"]
         text = f"def run({', '.join(given)}):\n" + "".join(f"    {line}\n" for line in body)
         space = dict(source.names, empty=torch.empty_strided)
-        exec(compile(text, "<program>", "exec"), space)  # noqa: S102 - of names and numbers made here
+        exec(compile(text, "<program>", "exec"), space)  # of names and numbers that are made here
         listeners = list(dict.fromkeys(source.listeners))
         return Program(space["run"], text, lambda: any([listens() for listens in listeners]))
 

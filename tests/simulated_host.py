@@ -1,4 +1,4 @@
-"""The host of one rank of a group whose GPUs share memory, with a driver and kernels that only note what is asked of them.
+"""The host of one rank of a group whose GPUs share memory; driver and kernels only note what is asked of them.
 
     host = Host(monkeypatch, plan arguments)
     q, k, v = host.tensors(q_heads, kv_heads, head_dim)
@@ -11,13 +11,13 @@ the CPU. Launches show addresses, and so do copies and words.
 
 from __future__ import annotations
 
-import ctypes
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 from triton.backends.nvidia import driver as triton_driver
 from triton.compiler import CompiledKernel
@@ -152,10 +152,36 @@ class Host:
                 regions.append([torch.zeros(size, dtype=torch.uint8) for _ in range(ranks)])
                 return regions[-1][rank], [x.data_ptr() for x in regions[-1]], regions[-1]
 
-            link = memory.Link(rank, ranks, CPU, share)
+            link = self.link = memory.Link(rank, ranks, CPU, share)
             monkeypatch.setattr(VirtualRank, "pulls", True)
             monkeypatch.setattr(VirtualRank, "state", property(lambda group: link.state), raising=False)
             group.link = lambda x: link  # type: ignore[method-assign]
+
+    def of_links(self, do: Callable[[memory.Link], object]) -> None:
+        """Do something with the link, if there is one."""
+        if self.plan.world_size > 1:
+            do(self.link)
+
+    def calls(self, run: Callable[[], object]) -> int:
+        """Return how many functions a call calls, without those of this file."""
+        count, inside = 0, 0
+
+        def event(frame: FrameType, kind: str, function: Any) -> None:
+            nonlocal count, inside
+            ours = frame.f_code.co_filename == __file__
+            if kind == "call":
+                inside += ours
+            if kind in ("call", "c_call") and not inside:
+                count += 1
+            if kind == "return":
+                inside -= ours
+
+        sys.setprofile(event)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        return count
 
     def _compile(self, kernel: Any, device: Any, grid: Any, args: Any, constants: Any, *more: Any) -> Any:
         names = kernel.arg_names[len(args) :]

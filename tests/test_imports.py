@@ -124,7 +124,8 @@ def test_no_arrow_points_up() -> None:
     for name in DATAFLOWS:
         assert not GRAPH[name] & ({"functional", "operators", "plan_arguments", "mask", "virtual"} | GENERATION), name
     for name in PEER:
-        assert GRAPH[name] <= PEER | KERNELS.keys() | {"layouts", "layouts.schedule", "memo", "agreement"}, name
+        others = {"layouts", "layouts.schedule", "memo", "agreement", "program"}
+        assert GRAPH[name] <= PEER | KERNELS.keys() | others, name
     assert GRAPH["dataflow.ring"] <= {
         "dataflow.circulation", "dataflow.base", "kernels.contract", "kernels.delta", "partial", "plans", "shape",
     }  # fmt: skip
@@ -166,9 +167,11 @@ def test_the_allocator_of_a_cache_knows_no_device() -> None:
 
 
 def test_the_transport_knows_no_attention() -> None:
-    assert GRAPH["errors"] == GRAPH["peer.driver"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
+    assert GRAPH["errors"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
+    assert GRAPH["peer.driver"] == {"program"}
+    assert GRAPH["program"] == {"memo"}
     assert GRAPH["agreement"] == {"errors"}
-    assert GRAPH["peer.link"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog"}
+    assert GRAPH["peer.link"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog", "program"}
     for name in (n for n in MODULES if n.startswith("transport")):
         assert GRAPH[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {
             "agreement",
@@ -200,7 +203,7 @@ def test_kernels_know_torch_triton_states_and_each_other_only() -> None:
     allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton"}
     for name, path in KERNELS.items():
         assert outside(path, name) <= allowed, name
-        assert GRAPH[name] <= KERNELS.keys() | {"partial", "memo"}, name
+        assert GRAPH[name] <= KERNELS.keys() | {"partial", "memo", "program"}, name
 
 
 def test_the_schedule_needs_the_standard_library_only() -> None:

@@ -64,11 +64,15 @@ def test_inputs_of_one_memory_are_told_apart() -> None:
 
 def test_memory_that_was_there_before_is_kept_and_read_anew() -> None:
     table = torch.arange(4.0)
-    made = program_of(lambda x: (x + table,), torch.zeros(3, 4))
+
+    def add(x: Tensor, table: Tensor = table) -> tuple[Tensor, ...]:
+        return (x + table,)
+
+    made = program_of(add, torch.zeros(3, 4))
     table += 1
     assert torch.equal(replayed(made, torch.zeros(3, 4))[0], table.expand(3, 4))
     alive = weakref.ref(table)
-    del table
+    del table, add
     gc.collect()
     assert alive() is not None
     assert torch.equal(replayed(made, torch.ones(3, 4))[0][0], torch.arange(4.0) + 2)

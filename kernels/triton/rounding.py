@@ -39,7 +39,9 @@ def sum_parts(parts: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 
 
 @triton.jit
-def _sum_tile(x, x_p, x_b, x_s, x_h, y, y_b, y_s, y_h, count, b, h, row, exists, dim, DIM: tl.constexpr, UNIT: tl.constexpr):
+def _sum_tile(
+    x, x_p, x_b, x_s, x_h, y, y_b, y_s, y_h, count, b, h, row, exists, dim, DIM: tl.constexpr, UNIT: tl.constexpr
+):
     """Add up the parts of one tile of rows."""
     d = tl.arange(0, DIM)
     inside = exists[:, None] & (d < dim)[None, :]

@@ -20,10 +20,8 @@ from .messages import Messages, row_bytes
 from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
 
-
 # Bytes that are pulled in as much time as the host takes to queue the kernels of a group, some 80 us at 50 GB/s.
 WORTH_A_GROUP = 4 << 20
-
 
 @dataclass(frozen=True)
 class CopyEngines(Transfer):
