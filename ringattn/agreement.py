@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .errors import Desynchronized, Disagreement, RankFailed
+from .errors import Desynchronized, Disagreement, RankFailed, text_of
+from .peer.watchdog import rank_name
 
 Value = int | float | str | bool
 
@@ -31,6 +32,7 @@ class Agreement:
         rows: waits for the rows of all ranks and returns them, (world_size, words); None for one rank.
         advice: what to add to the error where a field differs, by its name.
         elsewhere: called before it is raised that ranks are in different calls.
+        ranks: as of :func:`compare`.
 
     Attributes:
         failed: the error that :meth:`check` has raised.
@@ -43,7 +45,9 @@ class Agreement:
         rows: Callable[[], Tensor] | None,
         advice: Mapping[str, str] | None = None,
         elsewhere: Callable[[], None] = lambda: None,
+        ranks: Sequence[int] = (),
     ) -> None:
+        self._ranks = ranks
         self._call, self._fields, self._rows, self._advice = call, fields, rows, advice or {}
         self._elsewhere = elsewhere
         self.failed: ValueError | None = None
@@ -61,7 +65,7 @@ class Agreement:
             return
         rows, self._rows = self._rows(), None
         try:
-            compare(self._call, self._fields, rows)
+            compare(self._call, self._fields, rows, self._ranks)
         except Disagreement as differs:
             advice = self._advice.get(differs.field)
             text = str(differs) if advice is None else f"{differs}. {advice}"
@@ -81,18 +85,19 @@ def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:
     if len(words) > space:
         raise AssertionError(f"{len(words)} fields; a row has space for {space}")
     names = [value for value in fields.values() if isinstance(value, str)]
-    text = str(error).encode() if error is not None else _join(names)
+    text = _join(names) if error is None else text_of(error).encode(errors="replace")
     status = [int(error is not None), *words, *[0] * (space - len(words))]
     packed = struct.unpack(f"<{_TEXT_WORDS}q", text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
     return torch.tensor([*status, *packed], dtype=torch.int64, device="cpu")
 
 
-def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
+def compare(call: str, fields: Mapping[str, Value], rows: Tensor, ranks: Sequence[int] = ()) -> None:
     """Compare the rows of all ranks, (world_size, words).
 
     Args:
         call: what the ranks are about to do; part of the error message.
         fields: those of this rank.
+        ranks: the numbers of all ranks in the whole job, () if these are the same.
 
     Raises:
         RankFailed: a rank encoded an error.
@@ -103,22 +108,23 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor) -> None:
     for rank, row in enumerate(table):
         if row[0]:
             text = _text(row).rstrip(b"\0").decode(errors="replace")
-            raise RankFailed(f"{call} failed on rank {rank}: {text}", call, rank)
+            raise RankFailed(f"{call} failed on {rank_name(rank, ranks)}: {text}", call, rank)
     names = 0  # of the fields so far
     for i, (field, value) in enumerate(fields.items(), 1):
-        ranks: dict[int, list[int]] = {}
+        by_word: dict[int, list[int]] = {}
         for rank, row in enumerate(table):
-            ranks.setdefault(row[i], []).append(rank)
-        if len(ranks) > 1:
+            by_word.setdefault(row[i], []).append(rank)
+        if len(by_word) > 1:
             if isinstance(value, str):
-                shown = {word: _name(table[of[0]], names, word) for word, of in ranks.items()}
-                order = sorted(ranks, key=lambda word: shown[word])
+                shown = {word: _name(table[of[0]], names, word) for word, of in by_word.items()}
+                order = sorted(by_word, key=lambda word: shown[word])
             else:
-                numbers = {word: _number(word, value) for word in ranks}
+                numbers = {word: _number(word, value) for word in by_word}
                 shown = {word: repr(number) for word, number in numbers.items()}
-                order = sorted(ranks, key=lambda word: numbers[word])
-            values = {shown[word]: ranks[word] for word in order}
-            listed = ", ".join(f"{text} on ranks {of}" for text, of in values.items())
+                order = sorted(by_word, key=lambda word: numbers[word])
+            values = {shown[word]: by_word[word] for word in order}
+            numbers_of = lambda of: f"global ranks {[ranks[rank] for rank in of]}" if ranks else f"ranks {of}"  # noqa: E731
+            listed = ", ".join(f"{text} on {numbers_of(of)}" for text, of in values.items())
             message = f"{call} differs across ranks: {field} is {listed}; every rank must pass the same"
             kind = Desynchronized if field in _ORDER else Disagreement
             raise kind(message, call, field, values)

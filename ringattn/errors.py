@@ -24,10 +24,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .peer.watchdog import rank_name
+
 _ADVICE = (
     "Read the output of {} first, then restart all ranks, from the last checkpoint if there is one "
     "(torchrun --max-restarts does); python -m ringattn.doctor checks the links"
 )
+
+_SHORT = 300  # characters
+
+
+def text_of(error: BaseException) -> str:
+    """Return the beginning of an error's text, without our advice. Never raises."""
+    try:
+        return (error.summary if isinstance(error, ExchangeFailed) else str(error))[:_SHORT]
+    except Exception:  # of a user's class
+        return "an error whose text cannot be read"
+
+
+def in_short(error: BaseException) -> str:
+    """Return the kind of an error and its first line, for other ranks and later errors."""
+    first = text_of(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
 
 
 class Disagreement(ValueError):
@@ -79,17 +97,24 @@ class Place(NamedTuple):
         call: as ``"attention() forward"``.
         dataflow: of the plan; "" outside of attention.
         step: of the dataflow, from 0; of a gather, the number of the exchange in this call.
+        global_rank: in the whole job, None if that is the same.
     """
 
     rank: int
     call: str
     dataflow: str
     step: int
+    global_rank: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The call and the step, as "attention() forward (ring, step 2)"."""
+        step = f", step {self.step}" if self.step >= 0 else ""
+        return self.call + (f" ({self.dataflow}{step})" if self.dataflow else "")
 
     def __str__(self) -> str:
-        step = f", step {self.step}" if self.step >= 0 else ""
-        where = f" ({self.dataflow}{step})" if self.dataflow else ""
-        return f"rank {self.rank}: {self.call}{where}"
+        ranks = {} if self.global_rank is None else {self.rank: self.global_rank}
+        return f"{rank_name(self.rank, ranks)}: {self.where}"
 
 
 class ExchangeFailed(RuntimeError):
@@ -99,7 +124,7 @@ class ExchangeFailed(RuntimeError):
     Attributes:
         place: where this rank was.
         rank, call, dataflow, step: the fields of ``place``.
-        peer: the rank that is the cause, None if it is not known.
+        peer: the rank of the group that is the cause, None if it is not known.
         elapsed: seconds that this rank has waited.
         cause: the state of the peer, or the error text of the backend.
     """
@@ -107,11 +132,15 @@ class ExchangeFailed(RuntimeError):
     def __init__(self, place: Place, peer: int | None, elapsed: float, cause: str) -> None:
         super().__init__(place, peer, elapsed, cause)  # the arguments, so that it can be pickled
         self.place, self.peer, self.elapsed, self.cause = place, peer, elapsed, cause
-        self.rank, self.call, self.dataflow, self.step = place
+        self.rank, self.call, self.dataflow, self.step, _ = place
 
     def __str__(self) -> str:
-        first = "the other ranks" if self.peer is None else "that rank"
-        return f"{self.place} failed after {self.elapsed:.1f} s: {self.cause}. {_ADVICE.format(first)}"
+        return f"{self.summary}. {_ADVICE.format('the other ranks' if self.peer is None else 'that rank')}"
+
+    @property
+    def summary(self) -> str:
+        """The text without its advice."""
+        return f"{self.place} failed after {self.elapsed:.1f} s: {self.cause}"
 
 
 class LostPeer(ExchangeFailed):

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ringattn.transport import group as transport
+from ringattn.transport import health
 
 
 def command() -> str:
@@ -56,7 +56,7 @@ def as_hosts(count: int) -> None:
     """Make ringattn take the ranks of this machine for those of ``count`` hosts, neighbours together: it links the GPUs
     of each, and sends messages between them. Call it after ``init_process_group``, before any plan."""
     host = dist.get_rank() * count // dist.get_world_size()
-    transport.host = lambda: host
+    health.host = lambda: host
 
 
 def fresh_store() -> dict[str, Any]:

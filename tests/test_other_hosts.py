@@ -27,8 +27,8 @@ def ranks(store: Any, *which: int) -> list[OtherHosts]:
 
 def test_neighbours_of_one_host_are_one_text() -> None:
     first, last = ranks(None, 0, 5)
-    assert first.listed() == ["2-4 on b", "5 on c", "6 on b"]
-    assert last.listed() == ["0-1 on a", "2-4 on b", "6 on b"]
+    assert first.listed() == "ranks 2-4 on b, 5 on c, 6 on b"
+    assert last.listed() == "ranks 0-1 on a, 2-4 on b, 6 on b"
 
 
 def cause_of_another(rank: OtherHosts, late: bool = False, other: int | None = None) -> tuple[int | None, str] | None:
@@ -105,7 +105,7 @@ def test_what_another_rank_says_is_the_cause_of_a_failure() -> None:
     there.tell(5, "rank 5 failed with MemoryError: no room").came.wait(10)
     error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - 10, 10.0, 3)
     assert (type(error), error.peer) == (TimedOut, 5)
-    assert error.cause == "rank 5 failed with MemoryError: no room, as rank 5 on c says (backend: closed)"
+    assert error.cause == "rank 5 failed with MemoryError: no room, as rank 5 on c says"
 
 
 def test_an_error_of_this_rank_is_told() -> None:

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 # Words of 32 bits that streams write. The first three: the last epoch that a rank has signalled, by kind.
@@ -47,6 +47,7 @@ _CALL = struct.Struct("<dI")  # its last two fields
 _BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, or one of these
 ITSELF, UNKNOWN = -1, -2
 _BLAMED_AT = _HEAD.size
+_GLOBAL_AT = _BLAMED_AT + _BLAMED.size  # the rank in the whole job
 _CALL_AT, _WORDS_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64, 128, 640
 _REFUSED_AT, _CALLS_AT, _ROW_BYTES = 896, 1152, 2048
 _CALLS = (_ROW_BYTES - _CALLS_AT) // 8  # the latest calls of a rank, one word each
@@ -70,19 +71,46 @@ class Process(NamedTuple):
     def state(self) -> str:
         """Return "runs", "is stopped" or "is dead"."""
         letter, start = _stat(self.number)
-        if start != self.start or letter in "ZX":
+        if letter != "?" and (start != self.start or letter in "ZX"):
             return "is dead"
         return "is stopped" if letter in "Tt" else "runs"
 
+    def problem(self) -> str:
+        """Return why it cannot go on, "" if it runs."""
+        stopped = f"is stopped, by SIGSTOP or a debugger (kill -CONT {self.number} continues it)"
+        return {"is dead": "has died", "is stopped": stopped}.get(self.state(), "")
+
+
+_files: dict[int, int] = {}  # open files of processes, so that a rank that fails needs no descriptor
+
 
 def _stat(process: int) -> tuple[str, int]:
-    """Return the state and the start of a process, ("X", -1) if there is none."""
+    """Return the state and the start of a process, ("X", -1) if there is none, ("?", -1) if it cannot be read."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # the name before may have spaces and brackets
-    except OSError:
+        if process not in _files:
+            _files[process] = os.open(f"/proc/{process}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        # The name before the brackets may have spaces and brackets.
+        fields = os.pread(_files[process], 4096, 0).rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        if (file := _files.pop(process, None)) is not None:  # another process may get its number
+            os.close(file)
         return "X", -1
+    except OSError:  # no descriptor is left
+        return "?", -1
     return fields[0].decode(), int(fields[19])
+
+
+def rank_name(rank: int, ranks: Sequence[int] | Mapping[int, int] = (), process: int = 0) -> str:
+    """Return "rank 1", or "rank 1 of the group (global rank 3)" where it has another number in the whole job.
+
+    Args:
+        ranks: the numbers of ranks in the whole job, empty if these are the same.
+    """
+    everywhere = ranks[rank] if ranks else rank
+    name, more = f"rank {rank}", [f"process {process}"] if process else []
+    if everywhere != rank:
+        name, more = f"{name} of the group", [f"global rank {everywhere}", *more]
+    return f"{name} ({', '.join(more)})" if more else name
 
 
 class CallMark(NamedTuple):
@@ -117,7 +145,6 @@ class Board:
         self.size = -(-world_size * _ROW_BYTES // _PAGE) * _PAGE
         self.memory = mmap.mmap(file, self.size)
         self.device_address = 0
-        self.owner = os.getpid()
         self._words = memoryview(self.memory).cast("Q")  # stores of 8 bytes are atomic
 
     @classmethod
@@ -139,10 +166,11 @@ class Board:
 
     # Written by the host of this rank
 
-    def enter(self, limit: float) -> None:
-        """Record that this rank runs in this process, and its time limit in seconds."""
-        process = Process.own()
-        _HEAD.pack_into(self.memory, self._row(self.rank), process.number, RUNNING, process.start, limit, 0)
+    def enter(self, limit: float, global_rank: int | None = None) -> None:
+        """Record that this rank runs in this process, its time limit in seconds, and its rank in the whole job."""
+        process, at = Process.own(), self._row(self.rank)
+        _BLAMED.pack_into(self.memory, at + _GLOBAL_AT, self.rank if global_rank is None else global_rank)
+        _HEAD.pack_into(self.memory, at, process.number, RUNNING, process.start, limit, 0)
 
     def begin(self, limit: float, call: CallMark, shown: str) -> None:
         """Record that this rank begins its next call.
@@ -169,7 +197,8 @@ class Board:
 
     def _write(self, begin: int, end: int, text: str) -> None:
         at = self._row(self.rank)
-        self.memory[at + begin : at + end] = text.encode(errors="replace")[: end - begin].ljust(end - begin, b"\0")
+        space = end - begin
+        self.memory[at + begin : at + end] = text[:space].encode(errors="replace")[:space].ljust(space, b"\0")
 
     def _read(self, rank: int, begin: int, end: int) -> str:
         at = self._row(rank)
@@ -177,7 +206,7 @@ class Board:
 
     def leave(self) -> None:
         """Record that this rank no longer needs the group."""
-        if self.status(self.rank) == RUNNING and os.getpid() == self.owner:  # not in a forked process
+        if self.status(self.rank) == RUNNING:
             self._become(LEFT)
 
     def _become(self, status: int) -> None:
@@ -252,59 +281,79 @@ class Board:
 
     # The cause of a failure
 
-    def cause(self, ranks: Sequence[int], *, stopped: bool = False) -> tuple[int | None, str]:
-        """Return the rank among ``ranks`` that is dead or has failed, and how; (None, "") if none is. The origin of
-        a failure takes precedence over ranks that failed because of it.
+    def cause(self, ranks: Sequence[int], *, stopped: bool = False, other: int | None = None) -> tuple[int | None, str]:
+        """Return the rank among ``ranks`` that is dead, has failed or has left before this call, and how; (None, "")
+        if none is. The origin of a failure takes precedence over ranks that failed because of it.
 
         Args:
             stopped: whether a rank that is stopped is a cause, too.
+            other: a rank at the other end of a lost connection, which is a cause if it has left in this call.
         """
         states = {rank: self.process(rank).state() for rank in ranks if self.process(rank).number}
         failed = {rank: self.blamed(rank) for rank in states if self.status(rank) == FAILED}
         for rank, state in states.items():
             if state == "is dead" and self.status(rank) == RUNNING:
-                return rank, f"{self._name(rank)} has died"
+                return rank, f"{self.name(rank)} has died"
         for rank, blamed in failed.items():
             if blamed == ITSELF:
-                return rank, f"{self._name(rank)} failed with {self.text(rank)}"
+                return rank, f"{self.name(rank)} failed with {self.text(rank)}"
         for rank, state in states.items():
             if stopped and state == "is stopped":
                 return self.delay([rank])
         for rank, blamed in failed.items():
-            return (None if blamed == UNKNOWN else blamed), f"{self.text(rank)}, as {self._name(rank)} says"
-        for rank, state in states.items():
-            if state == "is dead":
-                return rank, f"{self._name(rank)} has exited"
+            return (None if blamed == UNKNOWN else blamed), f"{self.text(rank)}, as {self.name(rank)} says"
+        left = [rank for rank in states if self.status(rank) == LEFT]
+        calls = self.calls_of(self.rank)
+        for rank in sorted(left, key=self.calls_of):
+            if self.calls_of(rank) < calls or rank == other or states[rank] == "is dead":
+                return rank, (
+                    f"{self.name(rank)} has left the group (its program has ended, or destroyed the group) after "
+                    f"{self.calls_of(rank)} calls, and this is call {calls} of this rank"
+                )
         return None, ""
 
-    def delay(self, ranks: Sequence[int], unseen: Sequence[int | str] = ()) -> tuple[int | None, str]:
+    def lost(self, ranks: Sequence[int], other: int | None) -> bool:
+        """Return whether one of ``ranks`` will send nothing any more that this rank still needs: it has ended before
+        this call, or in it and is waited for.
+
+        Args:
+            other: the rank whose message is waited for; None: all, where those that have left have sent theirs.
+        """
+        calls = self.calls_of(self.rank)
+        for rank in ranks:
+            status = self.status(rank)
+            if status == RUNNING and self.process(rank).state() != "is dead":
+                continue
+            if self.calls_of(rank) < calls or rank == other or (other is None and status != LEFT):
+                return True
+        return False
+
+    def delay(self, ranks: Sequence[int], unseen: str = "") -> tuple[int | None, str]:
         """Return the rank among ``ranks`` that is late, and its state. (None, reason) if each of them is as far as this
         rank, so that it is rather one of those that are ``unseen``, whose processes cannot be seen from here."""
         visible = [rank for rank in ranks if self.process(rank).number]
         for rank in visible:
             if self.process(rank).state() == "is stopped":
-                number = self.process(rank).number
-                return (
-                    rank,
-                    f"{self._name(rank)} is stopped, by SIGSTOP or a debugger (kill -CONT {number} continues it)",
-                )
+                return rank, f"{self.name(rank)} {self.process(rank).problem()}"
         calls = self.calls_of(self.rank)
         slower = [rank for rank in visible if self.calls_of(rank) < calls]
         if unseen and not slower:
-            listed = ", ".join(map(str, unseen))
             return None, (
-                f"every rank of this host has begun {calls} calls and none is stopped, so one of the ranks {listed} is "
-                "late, which run elsewhere. If they are only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
+                f"every rank of this host has begun {calls} calls and none is stopped, so one of the {unseen} is late, "
+                "which run elsewhere. If they are only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
             )
         for rank in sorted(visible, key=self.calls_of):
             return rank, (
-                f"{self._name(rank)} runs, but has not come: it has begun {self.calls_of(rank)} calls and this rank "
+                f"{self.name(rank)} runs, but has not come: it has begun {self.calls_of(rank)} calls and this rank "
                 f"{calls}. If it is only slow, raise plan(timeout=) or RINGATTN_TIMEOUT"
             )
         return None, ""
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} (process {self.process(rank).number})"
+    def global_rank(self, rank: int) -> int:
+        return int(_BLAMED.unpack_from(self.memory, self._row(rank) + _GLOBAL_AT)[0])
+
+    def name(self, rank: int) -> str:
+        return rank_name(rank, {rank: self.global_rank(rank)}, self.process(rank).number)
 
 
 class Wait(NamedTuple):
@@ -327,7 +376,8 @@ class Watch:
 
     def __init__(self, board: Board, peers: Sequence[int]) -> None:
         self.board, self.peers = board, list(peers)
-        self.unseen = [rank for rank in range(board.world_size) if rank not in (board.rank, *peers)]
+        unseen = [rank for rank in range(board.world_size) if rank not in (board.rank, *peers)]
+        self.unseen = f"ranks {', '.join(map(str, unseen))} of the group" if unseen else ""
         self._waited: dict[tuple[int, int], float] = {}  # seconds
         self._restarts = 0
 
@@ -344,7 +394,7 @@ class Watch:
             waited = self._waited[wait.of]
             peer, cause = board.cause(wait.late) if waited >= wait.grace else (None, "")
             if not cause and waited > board.limit(board.rank):
-                peer, cause = board.delay(wait.late, self.unseen if wait.elsewhere else ())
+                peer, cause = board.delay(wait.late, self.unseen if wait.elsewhere else "")
             if cause:
                 return peer, f"waited {waited:.1f} s for {wait.what}: {cause}"
         return None
@@ -384,7 +434,8 @@ def watch(board: Board, parent: Process, peers: Sequence[int]) -> None:
 
 def end(board: Board, parent: Process, peer: int | None, problem: str) -> None:
     """Print the problem and end the parent."""
-    text = f"ringattn: rank {board.rank} (process {parent.number}): {problem}. This process is ended. {_ADVICE}\n"
+    name = board.name(board.rank)
+    text = f"ringattn: {name}: {problem}. This process is ended. {_ADVICE}\n"
     board.fail(problem, UNKNOWN if peer is None else peer)
     # In a thread: the reader of the pipe may be stopped, too, or gone.
     threading.Thread(target=os.write, args=(2, text.encode(errors="replace")), daemon=True).start()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
+import stat
 import warnings
 import weakref
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ import torch.distributed as dist
 
 DEFAULT_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _NEVER_SENT = 0x72696E67  # a tag that no message has
+_nothing = torch.empty(1, device="cpu")  # for that: a rank that fails may have no memory
 
 
 def group_of(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroupGloo:
@@ -39,7 +44,38 @@ def close(gloo: Any) -> None:
     for peer in range(gloo.size()):
         if peer != gloo.rank():
             with contextlib.suppress(RuntimeError):
-                gloo.recv([torch.empty(1)], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
+                gloo.recv([_nothing], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
+
+
+def abandon(groups: Iterable[Any]) -> None:
+    """Close this process's copies of the connections of gloo, which belong to the process that it was forked from.
+
+    As long as a copy is open, the other ranks do not notice that that process has died. The sockets are closed, not
+    shut down, and stay registered with the epoll that both processes share. ``groups`` are never destroyed here, not
+    even when the interpreter ends: their threads, which the destructors wait for, were not copied.
+    """
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for file in _sockets():
+        with contextlib.suppress(OSError):
+            os.close(file)
+
+
+def _sockets() -> list[int]:
+    """Return the descriptors of gloo: each of its epolls, and what it watches: connections, the socket that listens for
+    them, and a pipe. Of all programs' only gloo's has these three, with addresses as their data."""
+    result = []
+    with contextlib.suppress(OSError):  # no /proc, or no descriptor is left
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if not os.readlink(path).endswith("[eventpoll]"):
+                    continue
+                lines = Path(f"/proc/self/fdinfo/{path.name}").read_text().splitlines()
+                watched = {int(w[1]): int(w[5], 16) for w in map(str.split, lines) if w[0] == "tfd:"}
+                kinds = {stat.S_IFMT(os.fstat(file).st_mode) for file in watched}
+                if kinds == {stat.S_IFSOCK, stat.S_IFIFO} and min(watched.values()) > 0xFFFF:
+                    result += [int(path.name), *watched]
+    return result
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:

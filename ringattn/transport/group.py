@@ -9,18 +9,15 @@ compare what they are about to do with :meth:`Transport.agree` before the first 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import datetime
 import functools
 import itertools
 import os
-import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,14 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import agreement
-from ..errors import GroupBroken, Place
+from ..errors import GroupBroken, Place, in_short, text_of
 from ..memo import Memo
-from ..peer.connect import Ranks, by_host, connect, host
+from ..peer.connect import Ranks, by_host, connect
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
 from ..peer.watchdog import CallMark
 from ..program import not_repeatable
-from . import gloo, lockstep
+from . import background, gloo, lockstep
+from .ending import let_go, of_group
 from .gloo import DEFAULT_TIMEOUT
 from .health import Health, seconds
 from .lockstep import Calls
@@ -59,8 +57,9 @@ class Transport:
         collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
             by :meth:`mailbox`.
         plans_made: number of calls of :func:`ringattn.plan`.
+        ranks: the numbers of all ranks in the whole job, () if these are the same.
         calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
-        given_up: the error that ended a call after its first message, or "".
+        given_up: why this rank can make no more calls, or "".
         limit: seconds that a rank waits for another.
         timeout: the time limit of this call.
         call, dataflow, step: where this rank is, see :class:`ringattn.errors.Place`.
@@ -74,6 +73,7 @@ class Transport:
     device: torch.device
     serial: int = field(default_factory=itertools.count().__next__)
     hosts: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
     sent_to: Counter[int] = field(default_factory=Counter)
     sent_bytes: int = 0
     sent_messages: int = 0
@@ -119,10 +119,7 @@ class Transport:
     def check_usable(self) -> None:
         """Raise GroupBroken if an earlier call on this group failed after its first message."""
         if self.given_up:
-            raise GroupBroken(
-                f"an earlier call on this group raised {self.given_up}; its ranks may be at different messages: "
-                "restart them, or go on with plans of a new group (dist.new_group)"
-            )
+            raise GroupBroken(self.given_up)
 
     def _record(self, call: CallMark, shown: str) -> None:
         """Show the other ranks that this rank is in a call, and raise an error if they are in another one."""
@@ -130,8 +127,11 @@ class Transport:
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
         different message. Errors that ranks compare are raised on all of them before anything is sent: not noted."""
-        if self.world_size > 1:
-            self.given_up = f"{type(error).__name__}: {error}"
+        if self.world_size > 1 and not self.given_up:
+            self.given_up = (
+                f"an earlier call on this group raised {in_short(error)}; its ranks may be at different messages: "
+                "restart them, or go on with plans of a new group (dist.new_group)"
+            )
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start all messages of one step.
@@ -267,21 +267,19 @@ class Transport:
         """
         fields = {"call": what, **fields}  # ranks may be at different calls
         rows = None
-        if self.world_size > 1:
-            before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
-            rows = self.start_words(agreement.encode(fields, error))
-            self.call, self.dataflow = before
-        if error is not None:
-            if rows is not None:
+        try:
+            if self.world_size > 1:
+                before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
+                rows = self.start_words(agreement.encode(fields, error))
+                self.call, self.dataflow = before
+            if error is not None and rows is not None:
                 rows()
+        except RuntimeError:  # of the group, which is noted
+            if error is None:
+                raise
+        if error is not None:
             raise error
-        return agreement.Agreement(what, fields, rows, advice, self.calls.restart)
-
-
-def _let_go(transport: weakref.ref[GroupTransport]) -> None:
-    if (alive := transport()) is not None:
-        alive.gloo = None
-        alive.health.end()
+        return agreement.Agreement(what, fields, rows, advice, self.calls.restart, self.ranks)
 
 
 class GroupTransport(Transport):
@@ -298,29 +296,30 @@ class GroupTransport(Transport):
         cuda = backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         super().__init__(dist.get_rank(group), dist.get_world_size(group), device)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.ranks = () if ranks == tuple(range(self.world_size)) else ranks
         self._group = weakref.ref(group)
         self.backends, self._closed = backends, False
         self._link: Link | None = None
-        self.health = Health(self.rank, self.world_size)
+        self.health = Health(self.rank, self.world_size, self.ranks)
         self.limit = _FROM_ENVIRONMENT or gloo.timeout_of(group, device)
         self.timeout = timeout or self.limit
         self.call = f"connecting the ranks of a group (all of them make its first call, within {self.timeout:g} s)"
-        began = time.monotonic()
-        try:  # agree() must not wait for the GPU, so it runs over gloo.
-            self.gloo: Any = None if backends.get("cpu") == "gloo" else gloo.group_of(group, self.timeout)
-        except RuntimeError as error:
-            raise self.health.failure(error, self._place(), began, self.timeout) from error
-        # Drop the gloo group when the process group is gone: it owns threads, and a store that a later group may need.
-        weakref.finalize(group, _let_go, weakref.ref(self)).atexit = False
+        store = group.get_group_store()
         if self.world_size > 1:
-            store = group.get_group_store()
-            self.hosts = tuple(self.health.make_board(host(), self.limit, self.gather_words, store))
+            self.health.come(store)
+        connect_ranks = functools.partial(gloo.group_of, group, self.timeout)
+        # agree() must not wait for the GPU, so it runs over gloo.
+        self.gloo: Any = None if backends.get("cpu") == "gloo" else self._begun(lambda: interruptible(connect_ranks))
+        weakref.finalize(group, let_go, weakref.ref(self)).atexit = False
+        if self.world_size > 1:
+            self.hosts = tuple(self.health.make_board(self.limit, self.gather_words, store))
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
-            ranks, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
+            near, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
             problem = self.health.watch()
-            self._link = connect(ranks, device, group_of, self.gather_words, self.health.board, problem)
+            self._link = connect(near, device, group_of, self.gather_words, self.health.board, problem)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -347,36 +346,55 @@ class GroupTransport(Transport):
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         ops = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
         ops += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for x, peer in receives]
-        began = time.monotonic()
-        try:
-            works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:  # torch knows that a peer is gone
-            raise self.health.failure(error, self._place(), began, self.timeout) from error
+        works = self._begun(lambda: dist.batch_isend_irecv(ops))
         return Works(self.health, works, self._place(), self.timeout, (sends or receives)[0][0].device, None, ops)
 
+    def _begun(self, start: Callable[[], Any]) -> Any:
+        """Return ``start()``, which starts messages: torch may know already that a peer is gone."""
+        began = time.monotonic()
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self.health.failure(error, self._place(), began, self.timeout) from error
+
     def _place(self) -> Place:
-        return Place(self.rank, self.call, self.dataflow, self.step)
+        return Place(self.rank, self.call, self.dataflow, self.step, self.ranks[self.rank] if self.ranks else None)
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
-        """Also tell the other ranks, with the place or ``where``, and close the connections to them."""
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them. Whatever fails in
+        that, ``error`` is what the caller raises."""
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
         self._closed = True
-        self.health.fail(error, where or f" in {self._place()}{'' if self._link is None else self._link.gave_up()}")
-        # In a thread with a limit: whatever is wrong with the connections, the error must be raised.
-        closing = threading.Thread(target=self._close_all, daemon=True)
-        closing.start()
-        closing.join(5.0)
+        with contextlib.suppress(Exception):
+            gave_up = "" if self._link is None else self._link.gave_up()
+            self.health.fail(error, where or f" in {self._place().where}{gave_up}")
+        closing = background.start(self._close_all)  # with a limit: it may hang
+        if closing is None:
+            self._close_all()
+        else:
+            closing.done.wait(5.0)
+
+    def forked(self) -> None:
+        """Make this group unusable in a process that was forked from the rank's."""
+        if self.world_size > 1:
+            self._closed = True  # the connections are the other process's
+            self.given_up = (
+                f"this process is a fork of rank {self.rank}'s, which alone is in the group: call ringattn there, and "
+                "in data loaders only what needs no group"
+            )
+            self.health.forked()
 
     def _close_all(self) -> None:
         """Close the connections of this rank, so that the others do not wait for it until their time limit."""
+        if self.gloo is not None:
+            with contextlib.suppress(Exception):
+                gloo.close(self.gloo)
         with contextlib.suppress(Exception):  # the group may be gone already
             for device, backend in self.backends.items():
                 if backend == "gloo":
                     gloo.close(self.group._get_backend(torch.device(device)))
-            if self.gloo is not None:
-                gloo.close(self.gloo)
             if self.device.type == "cuda":
                 self.group._get_backend(self.device).abort()
 
@@ -405,9 +423,9 @@ class GroupTransport(Transport):
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:
-            other = self.health.begin(self.timeout, self.calls.begin_refused(call), str(error))
+            other = self.health.begin(self.timeout, self.calls.begin_refused(call), text_of(error))
             if other is not None or len(self.health.here) < self.world_size - 1:
-                self.note_failure(error, f" in rank {self.rank}: {call}")
+                self.note_failure(error, f" in {call}")
 
     def _all_reduce(self, x: Tensor, op: str) -> None:
         reduce = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op]
@@ -421,56 +439,37 @@ class GroupTransport(Transport):
 
     def _collective(self, start: Callable[[], Any], x: Tensor) -> None:
         """Start a collective, and wait until work queued from now on may use its tensors."""
-        began = time.monotonic()
-        try:
-            work = start()
-        except RuntimeError as error:
-            raise self.health.failure(error, self._place(), began, self.timeout) from error
-        Works(self.health, [work], self._place(), self.timeout, x.device, x).wait()
+        Works(self.health, [self._begun(start)], self._place(), self.timeout, x.device, x).wait()
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
         rows = [torch.empty_like(words) for _ in range(self.world_size)]
-        place = self._place()
 
-        def failed(error: RuntimeError, began: float) -> Exception:
-            failure = self.health.failure(error, place, began, self.timeout)
-            self.note_failure(failure)
-            return failure
-
-        try:
+        def gather() -> Any:
             if self.gloo is None:
-                work = dist.all_gather(rows, words, group=self.group, async_op=True)
-            else:
-                work = self.gloo.allgather([rows], [words])
-        except RuntimeError as error:
-            raise failed(error, time.monotonic()) from error
+                return dist.all_gather(rows, words, group=self.group, async_op=True)
+            return self.gloo.allgather([rows], [words])
+
+        with self._noted():
+            works = Works(self.health, [self._begun(gather)], self._place(), self.timeout, words.device, rows)
 
         def wait() -> Tensor:
-            began = time.monotonic()
-            try:
-                interruptible(lambda: work.wait(datetime.timedelta(seconds=self.timeout)))
-            except RuntimeError as error:
-                raise failed(error, began) from error
-            except BaseException as error:  # of a signal's handler: the others need not wait for this rank
-                self.note_failure(error)
-                raise
+            with self._noted():
+                works.wait()
             return torch.stack(rows)
 
         return wait
 
-
-@atexit.register
-def _leave_all() -> None:
-    """Report that this process ends, and whether by an exception."""
-    error = getattr(sys, "last_value", None)
-    for transport in list(_of_group.values()):
-        if error is not None:
-            transport.note_failure(error, ", which ended its program")
-        transport.health.leave()
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Note failures, also those that handlers of signals raise: the others need not wait for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.note_failure(error)
+            raise
 
 
 _alone: Transport | None = None  # of one process without a group
-_of_group: weakref.WeakKeyDictionary[Any, GroupTransport] = weakref.WeakKeyDictionary()
 _group_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -510,7 +509,7 @@ def of(group: Any, timeout: float | None = None) -> Transport:
     # One lock per group: a transport is made by messages, and threads of two ranks may make those of two groups in
     # different orders.
     with group_lock:
-        transport = _of_group.get(group)
+        transport = of_group.get(group)
         if transport is None:
-            transport = _of_group[group] = GroupTransport(group, timeout)
+            transport = of_group[group] = GroupTransport(group, timeout)
         return transport

@@ -3,12 +3,14 @@
 The ranks of one host share a :class:`~ringattn.peer.watchdog.Board`, on which each records its process, its call
 and why it failed. An error of a backend ("Connection closed by peer") only tells which connection broke first, often
 one to a rank that failed because of another; the board and the states of the processes tell which rank is the cause.
-Ranks of other hosts are not on the board: see :mod:`.other_hosts`.
+Ranks of other hosts are not on the board: see :mod:`.other_hosts`. Before there is a board, keys in the store tell
+which ranks have come: see :class:`Arrivals`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import secrets
@@ -17,16 +19,17 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ExchangeFailed, LostPeer, Place, TimedOut
+from ..errors import ExchangeFailed, LostPeer, Place, TimedOut, in_short
 from ..peer import driver, watchdog
-from ..peer.watchdog import Board, CallMark
-from . import lockstep
+from ..peer.connect import host
+from ..peer.watchdog import Board, CallMark, Process, rank_name
+from . import background, lockstep
 from .other_hosts import OtherHosts
 
 _PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
@@ -62,10 +65,59 @@ class Marks:
         self.in_graphs = driver.graphs_have_words(self.moved)
 
 
+class Arrivals:
+    """The ranks that have come to connect for the first time, each by a key in the store of the group.
+
+    Args:
+        ranks: see :class:`Health`.
+        store: of the group (torch.distributed.Store).
+    """
+
+    def __init__(self, rank: int, world_size: int, ranks: Sequence[int], store: Any) -> None:
+        self._rank, self._world_size, self._ranks, self._store = rank, world_size, ranks, store
+        self._host = host()
+        store.set(f"ringattn came/{rank}", json.dumps([self._host, socket.gethostname(), *Process.own()]))
+
+    def end(self) -> None:
+        """Remove the key: all ranks are connected. A later group may have the same store."""
+        with contextlib.suppress(RuntimeError):  # a store that cannot
+            self._store.delete_key(f"ringattn came/{self._rank}")
+
+    def missing(self) -> tuple[int | None, str]:
+        """Return a rank that has not come, or cannot go on, and what is known of it; (None, "") if nothing is."""
+        asked = background.start(self._come)  # the host of the store may be lost
+        if asked is None or not asked.done.wait(_PATIENCE) or asked.error is not None:
+            return None, ""
+        come: dict[int, tuple[int, str, int, int]] = asked.result
+        absent = [rank for rank in range(self._world_size) if rank not in come]
+        if absent:
+            names = ", ".join(rank_name(rank, self._ranks) for rank in absent[:8])
+            names += f" and {len(absent) - 8} more" * (len(absent) > 8)
+            which = absent[0] if len(absent) == 1 else None
+            return which, f"{names} {'has' if which is not None else 'have'} not come to the first call on this group"
+        here = {rank: Process(*of[2:]) for rank, of in come.items() if of[0] == self._host}
+        for rank, process in here.items():
+            if problem := process.problem():
+                return rank, f"{rank_name(rank, self._ranks, process.number)} {problem}"
+        unseen = [rank for rank in come if rank not in here]
+        if not unseen:
+            return None, ""
+        others = OtherHosts(self._rank, [come[rank][1] for rank in sorted(come)], unseen, None, "", self._ranks)
+        return None, others.guess(False, None)
+
+    def _come(self) -> dict[int, tuple[int, str, int, int]]:
+        keys = {rank: f"ringattn came/{rank}" for rank in range(self._world_size)}
+        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+
+
 class Health:
     """A rank's view of the other ranks of its group, and its reports to them.
 
+    Args:
+        ranks: the numbers of all ranks in the whole job, () if these are the same.
+
     Attributes:
+        arrivals: while the ranks connect for the first time.
         board: shared with the ranks of this host; None without shared memory.
         here: the other ranks that are on the board.
         seen: those whose processes can be seen, see :meth:`..peer.watchdog.Board.peers`.
@@ -73,8 +125,9 @@ class Health:
         marks: for streams that wait for messages; None where no watchdog runs.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, world_size: int, ranks: Sequence[int] = ()) -> None:
+        self.rank, self.world_size, self.ranks = rank, world_size, ranks
+        self.arrivals: Arrivals | None = None
         self.board: Board | None = None
         self.here: list[int] = []
         self.seen: list[int] = []
@@ -82,18 +135,22 @@ class Health:
         self.marks: Marks | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def make_board(self, host: int, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> list[int]:
+    def come(self, store: Any) -> None:
+        """Let the other ranks know that this one has come, before they connect."""
+        background.reserve(3)  # to wait, to ask a store, to close connections
+        self.arrivals = Arrivals(self.rank, self.world_size, self.ranks, store)
+
+    def make_board(self, limit: float, gather: Callable[[Tensor], Tensor], store: Any = None) -> list[int]:
         """Make the board and return every rank's host; all ranks call this together.
 
         Args:
-            host: a number that is the same for ranks of one host.
             limit: seconds that a rank waits for another.
             gather: returns the words of all ranks, (n,) int64 -> (world_size, n).
             store: of the group (torch.distributed.Store).
         """
         name = _NAME.unpack(socket.gethostname().encode()[: _NAME.size].ljust(_NAME.size, b"\0"))
-        rows = gather(torch.tensor([host, secrets.randbits(62), *name], device="cpu")).tolist()
-        first = next(rank for rank, row in enumerate(rows) if row[0] == host)
+        rows = gather(torch.tensor([host(), secrets.randbits(62), *name], device="cpu")).tolist()
+        first = next(rank for rank, row in enumerate(rows) if row[0] == rows[self.rank][0])
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         path = os.path.join(folder, f"ringattn-{rows[first][1]:016x}")
         nothing, board = torch.zeros(1, dtype=torch.int64, device="cpu"), None
@@ -106,18 +163,23 @@ class Health:
                 with contextlib.suppress(OSError, ValueError):
                     board = Board.open(path, self.rank, self.world_size)
             if board is not None:
-                board.enter(limit)
+                board.enter(limit, self.ranks[self.rank] if self.ranks else None)
             gather(nothing)  # all have opened it
         finally:
             if self.rank == first and board is not None:
-                os.unlink(path)
+                with contextlib.suppress(OSError):  # who cleans the folder has removed it
+                    os.unlink(path)
         self.board = board
         self.here = [] if board is None else board.entered()
         self.seen = [] if board is None else board.peers()
         unseen = [rank for rank in range(self.world_size) if rank not in (self.rank, *self.seen)]
         if unseen:
             hosts = [_NAME.pack(*row[2:]).rstrip(b"\0").decode(errors="replace") for row in rows]
-            self.others = OtherHosts(self.rank, hosts, unseen, store, f"ringattn failed {rows[0][1]:016x}")
+            key = f"ringattn failed {rows[0][1]:016x}"
+            self.others = OtherHosts(self.rank, hosts, unseen, store, key, self.ranks)
+        if self.arrivals is not None:
+            self.arrivals.end()
+            self.arrivals = None
         return [row[0] for row in rows]
 
     def watch(self) -> str:
@@ -154,15 +216,16 @@ class Health:
         assert board is not None
         own, other = board.shown(self.rank), board.call(rank, number)
         if other is not None and other.refused:
-            return lockstep.refused_by(rank, own, board.shown(rank, refused=True))
-        return lockstep.difference((self.rank, number, own), (rank, board.calls_of(rank), board.shown(rank)))
+            return lockstep.refused_by(rank, own, board.shown(rank, refused=True), self.ranks)
+        theirs = (rank, board.calls_of(rank), board.shown(rank))
+        return lockstep.difference((self.rank, number, own), theirs, self.ranks)
 
     def fail(self, error: BaseException, where: str) -> None:
         """Record why this rank cannot continue."""
-        line = str(error).partition("\n")[0]
-        text = f"{type(error).__name__}: {line}{where}"
+        text = in_short(error) + where
         if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() tells those
-            self.others.tell(self.rank, f"rank {self.rank} failed with {text}").came.wait(_PATIENCE)
+            name = rank_name(self.rank, self.ranks)
+            self.others.tell(self.rank, f"{name} failed with {text}").came.wait(_PATIENCE)
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed):
@@ -178,10 +241,22 @@ class Health:
     def end(self) -> None:
         """Leave, and end the watchdog of this process."""
         self.leave()
-        if self._watchdog is not None and self.board is not None and self.board.owner == os.getpid():
+        if self._watchdog is not None and self.board is not None:
             self._watchdog.kill()
             self._watchdog.wait()
             self._watchdog = None
+
+    def forked(self) -> None:
+        """Write to the board no more: this process is a fork of the rank's, whose watchdog and states these are."""
+        self.board, self.others = None, None
+
+    def lost(self, other: int | None) -> bool:
+        """Return whether a process has ended that this rank waits for, as far as the board tells.
+
+        Args:
+            other: the rank at the other end of the message; None: all ranks.
+        """
+        return self.board is not None and self.board.lost(self.seen, other)
 
     def failure(
         self, error: Exception, place: Place, began: float, timeout: float, other: int | None = None
@@ -196,25 +271,26 @@ class Health:
         """
         elapsed = time.monotonic() - began
         late = elapsed > 0.9 * timeout
-        peer, cause = self._cause(late, other)
-        words = str(error).partition("\n")[0].removesuffix(".") or type(error).__name__
+        words = (str(error)[:200].partition("\n")[0] or type(error).__name__).removesuffix(".")
+        peer, cause = self._cause(late, other, words)
         # A dead or failed rank is lost, also if the time limit has passed.
         kind = TimedOut if late and not self._is_lost(peer) else LostPeer
-        return kind(place, peer, elapsed, f"{cause} (backend: {words})" if cause else f"the backend says: {words}")
+        return kind(place, peer, elapsed, cause)
 
-    def _cause(self, late: bool, other: int | None) -> tuple[int | None, str]:
-        """Return the rank that caused a failure, None if it is not known, and how, "" if nothing is known.
+    def _cause(self, late: bool, other: int | None, words: str) -> tuple[int | None, str]:
+        """Return the rank that caused a failure, None if it is not known, and how.
 
         Args:
             late: whether the time limit has passed.
             other: the rank at the other end of the message, if the wait was for one.
+            words: of the backend, for causes that are a guess.
         """
         board, others, until = self.board, self.others, time.monotonic() + _PATIENCE
         guess = "" if others is None else others.guess(late, other)
         answer = None if others is None else others.tell(None, guess)
         while time.monotonic() < until:
             time.sleep(0.02)  # a process closes its connections shortly before it is dead
-            peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True)
+            peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True, other=other)
             if others is not None and peer is not None:
                 others.tell(peer, cause).came.wait(_PATIENCE)
             elif answer is not None and (of_another := answer.cause(late)) is not None:
@@ -223,19 +299,25 @@ class Health:
                 return peer, cause
             if board is None and (answer is None or answer.came.is_set()):
                 break
-        if board is None or not late:
-            return None, guess
-        if others is None:
-            return board.delay(self.seen)
-        peer, cause = board.delay(self.seen, others.listed())
-        if other in others.unseen:
-            return None, f"{guess}; {cause}"
-        if peer is not None:  # a rank that is late on this host may wait for one of another
-            cause += f". It may wait for one of the ranks {', '.join(others.listed())}"
-        return None, cause
+        peer = None
+        if board is None and others is None and self.arrivals is not None:
+            peer, guess = self.arrivals.missing()
+        elif board is not None and late:
+            if others is None:
+                return board.delay(self.seen)
+            peer, cause = board.delay(self.seen, others.listed())
+            if other in others.unseen:
+                peer, guess = None, f"{guess}; {cause}"
+            elif peer is None:
+                guess = cause
+            else:  # a rank that is late on this host may wait for one of another
+                peer, guess = None, f"{cause}. It may wait for one of the {others.listed()}"
+        if peer is not None:
+            return peer, guess
+        return None, f"{guess} (backend: {words})" if guess else f"the backend says: {words}"
 
     def _is_lost(self, rank: int | None) -> bool:
         board = self.board
         if board is None or rank not in self.seen:
             return False
-        return board.status(rank) == watchdog.FAILED or board.process(rank).state() == "is dead"
+        return board.status(rank) != watchdog.RUNNING or board.process(rank).state() == "is dead"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -24,7 +25,7 @@ from types import FrameType
 import torch
 
 from ..errors import Desynchronized, RankFailed
-from ..peer.watchdog import CallMark
+from ..peer.watchdog import CallMark, rank_name
 
 _SAME = (
     "Every rank must make the same calls in the same order: look for code that only some ranks run, such as an "
@@ -74,20 +75,29 @@ class Calls:
         self.number, self.digest = (self.number // _ROUND + 1) * _ROUND, 0
 
 
-def refused_by(rank: int, call: str, reason: str) -> RankFailed:
-    """Return the error for a call whose arguments another rank has refused."""
+def refused_by(rank: int, call: str, reason: str, ranks: Sequence[int] = ()) -> RankFailed:
+    """Return the error for a call whose arguments another rank has refused.
+
+    Args:
+        ranks: the numbers of all ranks in the whole job, () if these are the same.
+    """
     name = call.partition(",")[0]
-    return RankFailed(f"{name} failed on rank {rank}: {reason}", name, rank)
+    return RankFailed(f"{name} failed on {rank_name(rank, ranks)}: {reason}", name, rank)
 
 
-def difference(own: tuple[int, int, str], other: tuple[int, int, str]) -> Desynchronized:
-    """Return the error for ranks in different calls, each given as rank, number and text of its latest call."""
+def difference(own: tuple[int, int, str], other: tuple[int, int, str], ranks: Sequence[int] = ()) -> Desynchronized:
+    """Return the error for ranks in different calls, each given as rank, number and text of its latest call.
+
+    Args:
+        ranks: as of :func:`refused_by`.
+    """
     (rank, number, mine), (peer, their_number, theirs) = own, other
     call = mine.partition(",")[0]
     a, b = _without(mine, theirs), _without(theirs, mine)
-    text = f"ranks are in different calls: call {number} of rank {rank} is {a}, call {their_number} of rank {peer} {b}"
+    here, there = (rank_name(r, ranks) for r in (rank, peer))
+    text = f"ranks are in different calls: call {number} of {here} is {a}, call {their_number} of {there} {b}"
     if mine == theirs:
-        text = f"ranks {rank} and {peer} have made different calls before call {number} of rank {rank}, {mine}"
+        text = f"{here} and {there} have made different calls before call {number} of {here}, {mine}"
     return Desynchronized(f"{text}. {_SAME}; RINGATTN_CHECK=1 names the lines", call, "call", {a: [rank], b: [peer]})
 
 

@@ -16,6 +16,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..peer.watchdog import rank_name
+from . import background
+
 
 class Notice(NamedTuple):
     """Why ``rank`` failed, as it says itself, and the rank that is the cause, None if it does not know."""
@@ -29,15 +32,15 @@ class Answer:
     """What the store answers to a rank that has told why it failed.
 
     Args:
-        rank, hosts: as of :class:`OtherHosts`.
+        ranks: those that it is from.
 
     Attributes:
         came: set when the store has answered, or is known to be gone.
         notice: the one that is in the store; None until it has answered.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str]) -> None:
-        self._rank, self._hosts = rank, hosts
+    def __init__(self, ranks: OtherHosts) -> None:
+        self._ranks = ranks
         self.came = threading.Event()
         self.notice: Notice | None = None
 
@@ -50,9 +53,9 @@ class Answer:
                 they waited for is not a cause.
         """
         notice = self.notice
-        if notice is None or notice.rank == self._rank or (late and notice.peer is None):
+        if notice is None or notice.rank == self._ranks.rank or (late and notice.peer is None):
             return None
-        return notice.peer, f"{notice.text}, as rank {notice.rank} on {self._hosts[notice.rank]} says"
+        return notice.peer, f"{notice.text}, as {self._ranks.name(notice.rank)} says"
 
 
 class OtherHosts:
@@ -63,17 +66,26 @@ class OtherHosts:
         unseen: the ranks whose processes cannot be seen from here, growing.
         store: of the group (torch.distributed.Store).
         key: for the notice of the first rank that fails, the same on all ranks.
+        ranks: the numbers of all ranks in the whole job, () if these are the same.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], unseen: Sequence[int], store: Any, key: str) -> None:
-        self.rank, self.hosts, self.unseen = rank, hosts, unseen
+    def __init__(
+        self, rank: int, hosts: Sequence[str], unseen: Sequence[int], store: Any, key: str, ranks: Sequence[int] = ()
+    ) -> None:
+        self.rank, self.hosts, self.unseen, self.ranks = rank, hosts, unseen, ranks
         self._store, self._key = store, key
 
-    def listed(self) -> list[str]:
-        """Return the ranks that cannot be seen as texts, such as "4-7 on node1", neighbours of one host in one."""
-        runs = itertools.groupby(enumerate(self.unseen), lambda pair: (pair[1] - pair[0], self.hosts[pair[1]]))
-        ends = [(name, [rank for _, rank in run]) for (_, name), run in runs]
-        return [f"{run[0]}-{run[-1]} on {name}" if len(run) > 1 else f"{run[0]} on {name}" for name, run in ends]
+    def name(self, rank: int) -> str:
+        """Return a rank with its host."""
+        return f"{rank_name(rank, self.ranks)} on {self.hosts[rank]}"
+
+    def listed(self) -> str:
+        """Return the ranks that cannot be seen, as "ranks 4-7 on node1, 9 on node2", neighbours of one host in one."""
+        numbers = self.ranks or range(len(self.hosts))
+        runs = itertools.groupby(enumerate(self.unseen), lambda pair: (numbers[pair[1]] - pair[0], self.hosts[pair[1]]))
+        ends = [(name, [numbers[rank] for _, rank in run]) for (_, name), run in runs]
+        texts = [f"{run[0]}-{run[-1]} on {name}" if len(run) > 1 else f"{run[0]} on {name}" for name, run in ends]
+        return f"{'global ' if self.ranks else ''}ranks {', '.join(texts)}"
 
     def guess(self, late: bool, other: int | None) -> str:
         """Return what a rank can say of a failure from its own message.
@@ -83,16 +95,15 @@ class OtherHosts:
             other: the rank at the other end of the message that failed, if it was one.
         """
         if other is None or other not in self.unseen:
-            listed = ", ".join(self.listed())
-            return f"no rank whose process can be seen from here has failed, so it may be one of the ranks {listed}"
-        there = f"rank {other} on {self.hosts[other]}"
+            return f"no rank whose process can be seen from here has failed, so it may be one of the {self.listed()}"
+        there = self.name(other)
         if late:
             return f"this rank waits for {there}"
         return f"the connection to {there} is lost: that rank has died, or has failed because of another one"
 
     def tell(self, peer: int | None, text: str) -> Answer:
         """Tell the other ranks why this one fails. A text that names no cause does not replace one that is there."""
-        own, answer = Notice(self.rank, peer, text), Answer(self.rank, self.hosts)
+        own, answer = Notice(self.rank, peer, text), Answer(self)
 
         def ask() -> None:
             try:
@@ -106,8 +117,6 @@ class OtherHosts:
             finally:
                 answer.came.set()
 
-        try:
-            threading.Thread(target=ask, daemon=True).start()
-        except RuntimeError:  # the interpreter ends
+        if background.start(ask) is None:
             answer.came.set()
         return answer

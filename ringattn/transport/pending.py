@@ -8,9 +8,6 @@ time limit has passed. Another thread waits instead, and the main thread waits f
 from __future__ import annotations
 
 import datetime
-import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,55 +16,36 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import Place
+from . import background
 from .health import Health, Marks
 
+_PERIOD, _LOOKS = 0.1, 10  # seconds between looks; those that find a process lost: what it had sent may just arrive
 Message = tuple[torch.Tensor, int]  # a contiguous tensor and the peer's rank in the group
 
 
-def interruptible(wait: Callable[[], Any]) -> Any:
-    """Return ``wait()``. In the main thread, handlers of signals run meanwhile, and may raise."""
-    if threading.current_thread() is not threading.main_thread():
+def interruptible(wait: Callable[[], Any], lost: Callable[[], bool] = lambda: False) -> Any:
+    """Return ``wait()``, or wait no longer where another process is lost. Handlers of signals run meanwhile, and may
+    raise. Without a thread for it, wait without them.
+
+    Args:
+        lost: whether a process that is waited for has ended.
+
+    Raises:
+        RuntimeError: ``lost()`` remains true. Connections of that process need not be closed: children may hold them.
+    """
+    task, looks = background.start(wait), 0
+    if task is None:
         return wait()
-    process = os.getpid()  # a fork copies no threads
-    if process not in _waiting:
-        _waiting[process] = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(_waiting[process],), name="ringattn waits", daemon=True).start()
-    task = _Wait(wait)
-    _waiting[process].put(task)
-    try:
-        task.done.wait()
-    except BaseException:
-        # Its thread waits for long: the next wait gets another one. A handler that waited, too, may have removed it.
-        _waiting.pop(process, None)
-        raise
+    while not task.done.wait(_PERIOD):
+        looks = looks + 1 if lost() else 0
+        if looks == _LOOKS:
+            raise RuntimeError("a process has ended, and its connections are still open")
     if task.error is not None:
         try:
             raise task.error
         finally:
             del task  # an error that its own traceback refers to would keep tensors alive
     return task.result
-
-
-@dataclass
-class _Wait:
-    wait: Callable[[], Any]
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    error: BaseException | None = None
-
-
-_waiting: dict[int, queue.SimpleQueue[_Wait]] = {}  # by process
-
-
-def _serve(tasks: queue.SimpleQueue[_Wait]) -> None:
-    while _waiting.get(os.getpid()) is tasks:
-        task = tasks.get()
-        try:
-            task.result = task.wait()
-        except BaseException as error:
-            task.error = error
-        task.done.set()
-        del task  # and with it the tensors of the messages
 
 
 class Operation(Protocol):
@@ -126,7 +104,7 @@ class Works:
             if self.device.type == "cuda":
                 self._wait_on_stream(self.health.marks)
             else:
-                interruptible(self._wait_on_host)
+                interruptible(self._wait_on_host, lambda: self.health.lost(self._peer))
         except RuntimeError as error:
             raise self.health.failure(error, self.place, began, self.timeout, self._peer) from error
         self.tensors, self.messages = None, ()
