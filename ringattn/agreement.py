@@ -85,7 +85,7 @@ def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:
     if len(words) > space:
         raise AssertionError(f"{len(words)} fields; a row has space for {space}")
     names = [value for value in fields.values() if isinstance(value, str)]
-    text = _join(names) if error is None else text_of(error).encode(errors="replace")
+    text = _join(names) if error is None else text_of(error)[:_TEXT_BYTES].encode(errors="replace")
     status = [int(error is not None), *words, *[0] * (space - len(words))]
     packed = struct.unpack(f"<{_TEXT_WORDS}q", text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
     return torch.tensor([*status, *packed], dtype=torch.int64, device="cpu")

@@ -35,16 +35,16 @@ _SHORT = 300  # characters
 
 
 def text_of(error: BaseException) -> str:
-    """Return the beginning of an error's text, without our advice. Never raises."""
+    """Return an error's text, without our advice. Never raises."""
     try:
-        return (error.summary if isinstance(error, ExchangeFailed) else str(error))[:_SHORT]
+        return error.summary if isinstance(error, ExchangeFailed) else str(error)
     except Exception:  # of a user's class
         return "an error whose text cannot be read"
 
 
 def in_short(error: BaseException) -> str:
     """Return the kind of an error and its first line, for other ranks and later errors."""
-    first = text_of(error).partition("\n")[0]
+    first = text_of(error)[:_SHORT].partition("\n")[0]
     return f"{type(error).__name__}: {first}"
 
 

@@ -161,7 +161,7 @@ def test_a_rank_that_is_stopped_is_named_when_time_is_up(ranks: Pool, dataflow: 
 def test_a_rank_that_raises_keeps_its_error_and_stops_all(ranks: Pool, dataflow: str, hop: int) -> None:
     texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "raises")
     assert f"MemoryError: no room for hop {hop}" in texts[FAULTY]
-    check_survivors(texts, "LostPeer", f"failed with MemoryError: no room for hop {hop} in rank {FAULTY}: attention() ")
+    check_survivors(texts, "LostPeer", f"failed with MemoryError: no room for hop {hop} in attention() ")
 
 
 @faulty

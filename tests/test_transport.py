@@ -105,7 +105,7 @@ def first_plan_without_rank_1() -> str:
 def test_a_rank_that_misses_the_first_plan_of_a_group(pools: Callable[[int], Pool], world_size: int) -> None:
     first, _ = pools(world_size).run(first_plan_without_rank_1)
     assert "connecting the ranks of a group (all of them make its first call, within 1 s) failed after" in first
-    assert "Read the output of the other ranks first" in first
+    assert "rank 1 has not come to the first call on this group. Read the output of that rank first" in first
 
 
 @pytest.mark.parametrize("world_size", on_ranks(4))

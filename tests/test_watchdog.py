@@ -164,7 +164,10 @@ def test_a_rank_of_this_host_is_not_blamed_for_one_of_another(boards: list[Board
     boards[0].set_word(0, MOVING, 1)
     peer, text = problem(Watch(boards[0], [1]), 20) or (0, "")
     assert peer is None
-    assert "every rank of this host has begun 1 calls and none is stopped, so one of the ranks 2 of the group is late" in text
+    assert (
+        "every rank of this host has begun 1 calls and none is stopped, so one of the ranks 2 of the group is late"
+        in text
+    )
     boards[0].begin(LIMIT, CallMark(2, 0), "attention() forward")
     assert (problem(Watch(boards[0], [1]), 20) or (0, ""))[0] == 1, "it is one call behind"
     boards[0].set_word(0, MOVING, 0)

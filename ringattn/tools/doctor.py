@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import functools
 import itertools
 import json
@@ -41,9 +42,11 @@ from ..plans import Plan
 
 SECONDS = 10.0  # of the numerical self-test
 TIMEOUT = 600.0  # seconds of an exchange between two processes
-STEP_TIMEOUT = {"gloo": 60.0, "nccl": 180.0}  # seconds of one of its steps, by backend: on GPUs it may compile kernels
+# Seconds of one of its steps, by backend: on GPUs it may compile kernels. Longer where torch is loaded slowly.
+STEP_TIMEOUT = {"gloo": 60.0, "nccl": 180.0}
 NVLINK_GBS = 60.0  # of copies between GPUs; PCIe 5.0 x16 moves less
 COPIED = 256 * 2**20  # bytes
+CONNECTING = "connecting"  # what a process of an exchange says first
 DIFFERS = "differs from float64"
 WRONG = "results are wrong here: try kernel='eager', and report the output of this command"
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}  # of rounding
@@ -231,8 +234,7 @@ def exchange() -> Iterator[Finding]:
 
 def _exchanged(backend: str) -> Finding:
     check = f"two ranks, {backend}"
-    started = time.perf_counter()
-    limit = STEP_TIMEOUT[backend]
+    started, limit = time.monotonic(), 0.0  # of a step, which begins when both have loaded torch
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         logs = [stack.enter_context(open(Path(folder, f"log{rank}"), "w+")) for rank in range(2)]
         command = [sys.executable, "-m", "ringattn.doctor", "--exchange", backend, f"{folder}/store"]
@@ -242,13 +244,15 @@ def _exchanged(backend: str) -> Finding:
             for rank, log in enumerate(logs)
         ]
         try:
-            deadline, said = time.monotonic() + TIMEOUT, 0
-            end = time.monotonic() + limit
+            end, deadline, said = started + TIMEOUT, started + TIMEOUT, ["", ""]
             while any(p.poll() is None for p in processes) and time.monotonic() < end:
                 if any(p.poll() for p in processes):  # the other one waits for it
                     end = min(end, time.monotonic() + 2.0)
-                elif (size := sum(os.fstat(log.fileno()).st_size for log in logs)) > said:
-                    end, said = min(time.monotonic() + limit, deadline), size
+                elif (texts := [Path(log.name).read_text() for log in logs]) != said:
+                    said = texts
+                    if all(CONNECTING in text for text in said):
+                        limit = limit or max(STEP_TIMEOUT[backend], 3 * (time.monotonic() - started))
+                        end = min(time.monotonic() + limit, deadline)
                 time.sleep(0.05)
             late = [rank for rank, process in enumerate(processes) if process.poll() is None]
         finally:
@@ -258,8 +262,12 @@ def _exchanged(backend: str) -> Finding:
         texts = [Path(log.name).read_text().strip() for log in logs]
     failed = [rank for rank, process in enumerate(processes) if process.returncode]
     if not failed:
-        return ok(check, f"plan, forward and backward agree with one rank, in {time.perf_counter() - started:.0f} s")
+        return ok(check, f"plan, forward and backward agree with one rank, in {time.monotonic() - started:.0f} s")
     rank = next((rank for rank in failed if rank not in late), failed[0])
+    if rank in late and (slow := [rank for rank in late if CONNECTING not in texts[rank]]):
+        text = f"rank {slow[0]} has not loaded torch in {TIMEOUT:.0f} s, so nothing was exchanged"
+        advice = "this machine or its file system is slow: run this command again when it is less busy"
+        return Finding(check, "warn", text, advice)
     text = (texts[rank] or "no output").splitlines()[-1][:300]
     advice = "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), firewalls, and NCCL_DEBUG=WARN"
     if DIFFERS in text:
@@ -274,8 +282,10 @@ def _as_rank(backend: str, store: str, rank: int) -> int:
     if backend == "nccl":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    print("connecting", flush=True)
-    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    print(CONNECTING, flush=True)
+    files, wait = dist.FileStore(store, 2), datetime.timedelta(seconds=TIMEOUT)  # the other one may still load torch
+    files.set_timeout(wait)
+    dist.init_process_group(backend, store=files, rank=rank, world_size=2, timeout=wait)
     dtype = torch.bfloat16 if backend == "nccl" else torch.float32
     mask = plan(257, virtual.VirtualRank(0, 1, device), causal=True).mask
     problem = Problem(mask, 257, dtype, device)
