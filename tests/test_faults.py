@@ -33,12 +33,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import ringattn
 from ringattn.peer import connect, symmetric
+from ringattn.transport import gloo, pending
 from ringattn.transport import group as transports
 
 WORLD = 4
 FAULTY = 1
 OTHERS = [0, 2, 3]
-SHORT, GUARD, LONG = 5.0, 60.0, 300.0  # seconds
+SHORT, GUARD, LONG = 5.0, 600.0, 6000.0  # seconds
 CASE = Case(seq_len=29, layout="contiguous", batch=1)  # every rank meets every shard
 
 faulty = pytest.mark.xdist_group("faults")
@@ -81,7 +82,10 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
     def start(sends, receives):  # type: ignore[no-untyped-def]
         nonlocal count
         if transport.rank == FAULTY and count == hop:
-            if fault == "dies":
+            if fault.startswith("dies"):
+                if fault != "dies" and os.fork() == 0:  # its child has copies of its connections
+                    wait_for("failed", OTHERS)
+                    os._exit(0)
                 os._exit(17)
             if fault == "is told to end":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -98,6 +102,11 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
         return real(sends, receives)
 
     transport.start = start
+    if fault == "dies, by its closed connections":  # whoever waits does not look at the board
+        interruptible = pending.interruptible
+        pending.interruptible = lambda wait, lost=None: interruptible(wait)
+    if fault == "dies, by the board":  # its child keeps all connections
+        os.register_at_fork(before=lambda: setattr(gloo, "_sockets", lambda: []))
     begin = time.monotonic()
     try:
         return cases.attend(case, plan=plan)
@@ -106,6 +115,7 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
         raise
     except ringattn.errors.ExchangeFailed as error:
         check_fields(error, transport.rank, case.dataflow, time.monotonic() - begin)
+        says("failed")
         raise
 
 
@@ -114,6 +124,7 @@ def check_fields(error: ringattn.errors.ExchangeFailed, rank: int, dataflow: str
     assert error.call.startswith("attention() "), error.call
     assert 0 <= error.step <= 2 * WORLD
     assert error.elapsed <= seconds
+    assert len(str(error)) < 600, "a text that nobody reads"
 
 
 def reports(pool: Pool, job: Callable[..., Any], *args: object, hanging: Sequence[int] = ()) -> list[str]:
@@ -144,6 +155,17 @@ def check_survivors(texts: list[str], error: str, cause: str) -> None:
 )
 def test_a_rank_that_dies_stops_all(ranks: Pool, dataflow: str, hop: int) -> None:
     texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, "dies")
+    assert texts[FAULTY] == "died with exit code 17"
+    check_survivors(texts, "LostPeer", "has died")
+
+
+@faulty
+@pytest.mark.parametrize("noticed", ["by the board", "by its closed connections"])
+@pytest.mark.parametrize(("dataflow", "hop"), few([("ring", 2), ("reduce", 3), ("gather", 1)]))
+def test_a_rank_that_dies_and_leaves_a_child_stops_all(ranks: Pool, dataflow: str, hop: int, noticed: str) -> None:
+    """The child has copies of its sockets, which no kernel closes: the others look at the board, and the child closes
+    its copies. Either is enough."""
+    texts = reports(ranks, disturbed, dataclasses.replace(CASE, dataflow=dataflow), hop, f"dies, {noticed}")
     assert texts[FAULTY] == "died with exit code 17"
     check_survivors(texts, "LostPeer", "has died")
 

@@ -141,9 +141,13 @@ class Board:
 
     def __init__(self, file: int, rank: int, world_size: int) -> None:
         self.file, self.rank, self.world_size = file, rank, world_size
-        weakref.finalize(self, os.close, file)
         self.size = -(-world_size * _ROW_BYTES // _PAGE) * _PAGE
-        self.memory = mmap.mmap(file, self.size)
+        try:
+            self.memory = mmap.mmap(file, self.size)
+        except BaseException:
+            os.close(file)
+            raise
+        weakref.finalize(self, os.close, file)
         self.device_address = 0
         self._words = memoryview(self.memory).cast("Q")  # stores of 8 bytes are atomic
 
@@ -153,12 +157,15 @@ class Board:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Not ftruncate: where the file system is full, the first write would end the process (SIGBUS).
-            os.posix_fallocate(file, 0, -(-world_size * _ROW_BYTES // _PAGE) * _PAGE)
+            try:
+                os.posix_fallocate(file, 0, -(-world_size * _ROW_BYTES // _PAGE) * _PAGE)
+            except OSError:
+                os.close(file)
+                raise
+            return cls(file, rank, world_size)
         except OSError:
-            os.close(file)
             os.unlink(path)
             raise
-        return cls(file, rank, world_size)
 
     @classmethod
     def open(cls, path: str, rank: int, world_size: int) -> Board:
@@ -307,8 +314,8 @@ class Board:
         for rank in sorted(left, key=self.calls_of):
             if self.calls_of(rank) < calls or rank == other or states[rank] == "is dead":
                 return rank, (
-                    f"{self.name(rank)} has left the group (its program has ended, or destroyed the group) after "
-                    f"{self.calls_of(rank)} calls, and this is call {calls} of this rank"
+                    f"{self.name(rank)} has left the group after {self.calls_of(rank)} of {calls} calls: its program "
+                    "has ended, or destroyed the group"
                 )
         return None, ""
 

@@ -1,0 +1,315 @@
+"""What runs after an error, when something else is used up: memory, threads, descriptors, the store. The rank that fails
+raises its own error, the others hear of it at once, and every fallback that a docstring promises is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cases
+import pytest
+import torch
+from pool import Pool
+from test_faults import CASE, FAULTY, LONG, OTHERS, WORLD, faulty, ranks, reports, waits  # noqa: F401
+from torch.distributed import HashStore
+
+from ringattn import errors
+from ringattn.peer import watchdog
+from ringattn.peer.watchdog import Board, CallMark, Process
+from ringattn.transport import background, gloo, health, pending
+from ringattn.transport.health import Health
+
+
+class NoText(Exception):
+    """An error whose text raises."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def no_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@contextlib.contextmanager
+def used_up(what: str) -> Iterator[None]:
+    """Use something up in this process."""
+    with contextlib.ExitStack() as stack:
+        if what == "descriptors":
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        elif what == "memory":
+            before = resource.getrlimit(resource.RLIMIT_AS)
+            stack.callback(resource.setrlimit, resource.RLIMIT_AS, before)
+            resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
+        elif what == "threads":
+            stack.enter_context(mock.patch.object(threading.Thread, "start", no_thread))
+        elif what == "tensors":
+            stack.enter_context(mock.patch.object(torch, "empty", mock.Mock(side_effect=MemoryError("used up"))))
+        elif what == "threads from the beginning":
+            stack.enter_context(mock.patch.object(threading.Thread, "start", no_thread))
+            stack.enter_context(mock.patch.object(background, "_threads", background._Threads()))
+        elif what == "the board":
+            stack.enter_context(mock.patch.object(Board, "fail", mock.Mock(side_effect=ValueError("unmapped"))))
+        yield
+
+
+ERRORS = {
+    "a text": lambda: MemoryError("no room"),
+    "no text": NoText,
+    "a long text": lambda: MemoryError("no room" + "m" * 10_000_000),
+    "many lines": lambda: MemoryError("no room\n" * 1000),
+    "no characters": lambda: MemoryError("no room \udcff"),
+}
+
+
+def failing(what: str, error: str) -> None:
+    """One rank raises an error in a step, and another one has to say why, when something is used up in both."""
+    plan = CASE.plan(waits(LONG))
+    transport: Any = plan.transport
+    cases.attend(CASE, plan=plan)
+    raised, text = ERRORS[error](), ""
+    with contextlib.ExitStack() as stack:
+
+        def fails(*_: object) -> None:
+            stack.enter_context(used_up(what))
+            raise raised
+
+        def says(*args: Any) -> Any:
+            stack.enter_context(used_up(what))
+            return failure(*args)
+
+        failure = transport.health.failure
+        if transport.rank == FAULTY:
+            transport.start = fails
+        if transport.rank == 0:
+            transport.health.failure = says
+        try:
+            cases.attend(CASE, plan=plan)
+        except BaseException as caught:
+            text = "its own" if caught is raised else f"{type(caught).__name__}: {caught}"
+    raise AssertionError(text)
+
+
+@faulty
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [*((what, "a text") for what in ("descriptors", "memory", "threads", "tensors", "threads from the beginning",
+                                     "the board")),
+     *(("nothing", error) for error in ERRORS)],
+)  # fmt: skip
+def test_an_error_is_raised_and_told_whatever_is_used_up(ranks: Pool, what: str, error: str) -> None:  # noqa: F811
+    texts = [text.strip().splitlines()[-1] for text in reports(ranks, failing, what, error)]
+    assert texts[FAULTY] == "AssertionError: its own"
+    for rank in OTHERS:
+        assert texts[rank].startswith(f"AssertionError: LostPeer: rank {rank}: attention() "), texts[rank]
+        assert len(texts[rank]) < 900
+        if what != "the board":
+            assert f"rank {FAULTY} (process " in texts[rank]
+            assert (
+                "failed with NoText: " in texts[rank]
+                if error == "no text"
+                else "with MemoryError: no room" in texts[rank]
+            )
+
+
+# --- Fallbacks that docstrings promise ---------------------------------------------------------------------------------
+
+
+def boards(folder: Path, count: int = 3) -> list[Board]:
+    path = str(folder / "board")
+    made = [Board.create(path, 0, count), *(Board.open(path, rank, count) for rank in range(1, count))]
+    for board in made:
+        board.enter(10.0)
+    return made
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_called_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a descriptor for a file of /proc that is not open yet."""
+    monkeypatch.setattr(watchdog, "_files", {})
+    own = Process.own()
+    watchdog._files.clear()
+    for number in (errno.EMFILE, errno.ENFILE):
+        monkeypatch.setattr(watchdog.os, "open", mock.Mock(side_effect=OSError(number, "too many")))
+        assert own.state() == "runs"
+    monkeypatch.setattr(watchdog.os, "open", mock.Mock(side_effect=FileNotFoundError))
+    assert own.state() == "is dead"
+
+
+def test_the_file_of_a_process_that_is_gone_is_closed() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    process = Process(child, watchdog._stat(child)[1])
+    assert process.state() == "runs"
+    file = watchdog._files[child]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert process.state() == "is dead"
+    assert child not in watchdog._files
+    with pytest.raises(OSError):
+        os.fstat(file)
+
+
+def make_boards(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> list[Health]:
+    """Make the board of two ranks, which are threads, where something is wrong with its file on one of them."""
+    monkeypatch.setattr(health.os.path, "isdir", lambda _: False)
+    monkeypatch.setattr(health.tempfile, "gettempdir", lambda: str(folder))
+    meet, words = threading.Barrier(2), {}
+    ranks_ = [Health(rank, 2) for rank in range(2)]
+
+    def make(here: Health) -> None:
+        def gather(row: torch.Tensor) -> torch.Tensor:
+            words[here.rank] = row
+            meet.wait(600)
+            rows = torch.stack([words[0], words[1]])
+            meet.wait(600)
+            if fault == "is removed" and here.rank == 0:
+                for path in folder.iterdir():
+                    path.unlink()
+            return rows
+
+        here.make_board(10.0, gather, HashStore())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    if fault == "has no space":
+        monkeypatch.setattr(watchdog.os, "posix_fallocate", full)
+    elif fault == "cannot be opened":
+        monkeypatch.setattr(Board, "open", full)
+    elif fault == "cannot be mapped":
+        monkeypatch.setattr(watchdog.mmap, "mmap", full)
+    threads = [threading.Thread(target=make, args=(here,)) for here in ranks_]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ranks_
+
+
+@pytest.mark.parametrize("fault", ["nothing", "has no space", "cannot be opened", "cannot be mapped", "is removed"])
+def test_without_a_board_the_others_are_ranks_that_cannot_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    first, second = make_boards(tmp_path, monkeypatch, fault)
+    assert not list(tmp_path.iterdir()), "the file stays behind"
+    if fault == "nothing":
+        assert (first.others, second.others) == (None, None)
+        assert first.board is not None
+        return
+    assert second.board is None
+    assert first.others is not None
+    assert second.others is not None
+    assert second.begin(1.0, CallMark(1, 0), "plan()") is None
+    assert not second.lost(None)
+    second.leave()
+    place = errors.Place(1, "attention()", "ring", 0)
+    monkeypatch.setattr(health, "_PATIENCE", 0.01)
+    error = second.failure(RuntimeError("closed"), place, time.monotonic(), 10.0)
+    assert error.cause.startswith(
+        "no rank whose process can be seen from here has failed, so it may be one of the ranks 0 on "
+    )
+    assert error.cause.count("closed") == 1
+
+
+def test_a_board_that_only_its_user_can_open(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Board.create(str(tmp_path / "board"), 0, 2)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "board").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_wait_without_a_thread_is_one_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_threads", background._Threads())
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert pending.interruptible(threading.get_ident) == threading.get_ident()
+
+
+def test_a_wait_ends_after_ten_looks_in_a_row_that_find_a_process_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "_PERIOD", 0.001)
+    answers = iter([True] * 9 + [False] + [True] * 10)
+    end = threading.Event()
+    with pytest.raises(RuntimeError, match="a process has ended, and its connections are still open"):
+        pending.interruptible(end.wait, lambda: next(answers))
+    end.set()
+    assert not list(answers)
+
+
+@pytest.mark.parametrize("own", range(4))
+def test_closing_reaches_every_rank(own: int) -> None:
+    """Also after one whose connection is broken: a receive from it raises at once, and closes nothing."""
+
+    asked = []
+
+    class Group:
+        def size(self) -> int:
+            return 4
+
+        def rank(self) -> int:
+            return own
+
+        def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+            asked.append(peer)
+            raise RuntimeError("broken")
+
+    gloo.close(Group())
+    assert asked == [rank for rank in range(4) if rank != own]
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_a_call_is_compared_with_every_rank_of_the_host(tmp_path: Path, odd: int) -> None:
+    here, made = Health(0, 3), boards(tmp_path)
+    here.board, here.here = made[0], [1, 2]
+    for rank in (1, 2):
+        made[rank].begin(10.0, CallMark(1, 7 + (rank == odd)), "attention()")
+    assert here.begin(10.0, CallMark(1, 7), "attention()") == odd
+
+
+# Status, whether the process is dead, calls more than this rank, whether the rank is the other end; whether it is lost
+# for a message of one rank, and for one of all.
+LOST = [
+    ("runs", False, -1, True, False, False),
+    ("runs", True, -1, False, True, True),
+    ("runs", True, 0, True, True, True),
+    ("runs", True, 0, False, False, True),
+    ("failed", False, 0, True, True, True),
+    ("failed", False, 0, False, False, True),
+    ("left", False, -1, False, True, True),
+    ("left", False, 0, True, True, False),
+    ("left", False, 0, False, False, False),
+    ("left", True, 0, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("status", "dead", "more", "other", "for_one", "for_all"), LOST)
+def test_which_ranks_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, dead: bool, more: int, other: bool, for_one: bool,
+    for_all: bool,
+) -> None:  # fmt: skip
+    here, there, third = boards(tmp_path)
+    for board, calls in ((here, 5), (there, 5 + more), (third, 5)):
+        board.begin(10.0, CallMark(calls, 0), "attention()")
+    if dead:
+        watchdog._HEAD.pack_into(there.memory, there._row(1), 7001, 1, 1, 10.0, 5 + more)
+        real = Process.state
+        monkeypatch.setattr(Process, "state", lambda p: "is dead" if p.number == 7001 else real(p))
+    if status == "failed":
+        there.fail("MemoryError")
+    elif status == "left":
+        there.leave()
+    assert here.lost([1, 2], 1 if other else 2) == for_one
+    assert here.lost([1, 2], None) == for_all
+    assert not here.lost([2], None)
