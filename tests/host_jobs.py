@@ -29,7 +29,8 @@ from ringattn.peer import connect
 from ringattn.shape import Shape
 from scripts import ranks
 
-LIMITS = {"cut": 4.0, "killed": 300.0}  # seconds that a rank waits for another where this fault is staged
+GUARD = 600.0  # seconds after which a rank hangs
+LIMITS = {"cut": 10.0, "killed": 10 * GUARD}  # seconds that a rank waits for another where this fault is staged
 LARGE = Case(seq_len=384, batch=1, q_heads=2, kv_heads=2, head_dim=128, head_dim_v=128)
 MASKS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
@@ -137,7 +138,7 @@ def mesh(folder: Path) -> dict[str, Any]:
 
 def until_it_fails(folder: Path, job: str) -> dict[str, Any]:
     """Attend in a loop, on a group of all ranks, until another rank is lost. The first rank writes when it begins."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=300))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=10 * GUARD))
     case = replace(
         LARGE, seq_len=64, head_dim=8, head_dim_v=8, causal=True, dataflow="gather" if job == "cut" else "ring"
     )
@@ -146,7 +147,7 @@ def until_it_fails(folder: Path, job: str) -> dict[str, Any]:
     (folder / f"{job}-{dist.get_rank()}.begun").touch()
     began = time.monotonic()
     try:
-        while time.monotonic() < began + 100:
+        while time.monotonic() < began + GUARD:
             cases.attend(case, plan=plan)
     except ringattn.errors.ExchangeFailed as error:
         return dict(error=type(error).__name__, text=str(error))
@@ -173,7 +174,10 @@ def main(folder: Path, jobs: list[str]) -> int:
         path.with_suffix(".part").write_text(json.dumps(report))
         path.with_suffix(".part").rename(path)
         if job == "killed" and dist.get_rank() == 0:
-            time.sleep(2.0)  # the store of the group is in this process, and other ranks still read it
+            survivors = range(dist.get_world_size() - int(os.environ["LOCAL_WORLD_SIZE"]))
+            end = time.monotonic() + GUARD  # the store of the group is in this process, and other ranks still read it
+            while time.monotonic() < end and not all((folder / f"{job}-{rank}.json").exists() for rank in survivors):
+                time.sleep(0.02)
         while job == "cut" and not (folder / "mended").exists():
             time.sleep(0.02)
     return 0

@@ -1,5 +1,5 @@
-"""What runs after an error, when something else is used up: memory, threads, descriptors, the store. The rank that fails
-raises its own error, the others hear of it at once, and every fallback that a docstring promises is taken."""
+"""What runs after an error, when something else is used up: memory, threads, descriptors. The rank that fails raises
+its own error, the others hear of it at once, and every fallback that a docstring promises is taken."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import errno
 import os
 import resource
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,8 @@ from torch.distributed import HashStore
 from ringattn import errors
 from ringattn.peer import watchdog
 from ringattn.peer.watchdog import Board, CallMark, Process
-from ringattn.transport import background, gloo, health, pending
+from ringattn.transport import background, ending, gloo, health, pending
+from ringattn.transport.group import Transport
 from ringattn.transport.health import Health
 
 
@@ -123,7 +125,7 @@ def test_an_error_is_raised_and_told_whatever_is_used_up(ranks: Pool, what: str,
             )
 
 
-# --- Fallbacks that docstrings promise ---------------------------------------------------------------------------------
+# --- Fallbacks that docstrings promise --------------------------------------------------------------------------------
 
 
 def boards(folder: Path, count: int = 3) -> list[Board]:
@@ -165,7 +167,7 @@ def make_boards(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> li
     """Make the board of two ranks, which are threads, where something is wrong with its file on one of them."""
     monkeypatch.setattr(health.os.path, "isdir", lambda _: False)
     monkeypatch.setattr(health.tempfile, "gettempdir", lambda: str(folder))
-    meet, words = threading.Barrier(2), {}
+    meet, words, gathers = threading.Barrier(2), {}, []
     ranks_ = [Health(rank, 2) for rank in range(2)]
 
     def make(here: Health) -> None:
@@ -174,9 +176,10 @@ def make_boards(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> li
             meet.wait(600)
             rows = torch.stack([words[0], words[1]])
             meet.wait(600)
-            if fault == "is removed" and here.rank == 0:
+            gathers.append(here.rank)
+            if fault == "is removed" and gathers.count(0) == 3:  # both have opened it
                 for path in folder.iterdir():
-                    path.unlink()
+                    path.unlink(missing_ok=True)
             return rows
 
         here.make_board(10.0, gather, HashStore())
@@ -204,7 +207,7 @@ def test_without_a_board_the_others_are_ranks_that_cannot_be_seen(
 ) -> None:
     first, second = make_boards(tmp_path, monkeypatch, fault)
     assert not list(tmp_path.iterdir()), "the file stays behind"
-    if fault == "nothing":
+    if fault in ("nothing", "is removed"):
         assert (first.others, second.others) == (None, None)
         assert first.board is not None
         return
@@ -313,3 +316,63 @@ def test_which_ranks_are_lost(
     assert here.lost([1, 2], 1 if other else 2) == for_one
     assert here.lost([1, 2], None) == for_all
     assert not here.lost([2], None)
+
+
+def caught(code: str, name: str = "<module>") -> BaseException:
+    """Return the error of code, as if it had come from the outermost line of a program, or of a function."""
+    with pytest.raises(ZeroDivisionError) as raised:
+        exec(compile(code, "program.py", "exec").replace(co_name=name), {})
+    assert raised.tb.tb_next is not None
+    return raised.value.with_traceback(raised.tb.tb_next)
+
+
+@pytest.mark.parametrize(
+    ("error", "shell", "told"),
+    [
+        (lambda: caught("1 / 0"), False, True),
+        (lambda: caught("1 / 0", "_run_module_as_main"), False, True),
+        (lambda: caught("1 / 0"), True, False),
+        (lambda: caught("1 / 0", "from_call"), False, False),
+        (lambda: ValueError("never raised"), False, False),
+        (lambda: None, False, False),
+    ],
+    ids=["a script", "python -m", "a shell", "a test runner", "not raised", "none"],
+)
+def test_only_the_error_that_ends_the_program_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException | None], shell: bool, told: bool
+) -> None:
+    """Shells and test runners leave errors in sys.last_value that they have reported, and exit in order."""
+    transport = mock.Mock()
+    monkeypatch.setattr(ending, "of_group", {1: transport})
+    monkeypatch.setattr(sys, "last_value", error(), raising=False)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    if shell:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    ending._leave_all()
+    assert transport.note_failure.called == told
+    assert transport.health.leave.called
+
+
+def test_a_group_that_cannot_be_left_does_not_keep_others_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, other = mock.Mock(), mock.Mock()
+    broken.health.leave.side_effect = ValueError("unmapped")
+    monkeypatch.setattr(ending, "of_group", {1: broken, 2: other})
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    ending._leave_all()
+    assert other.health.leave.called
+    assert not other.note_failure.called
+
+
+@pytest.mark.parametrize("failure", [LookupError, RuntimeError, KeyboardInterrupt])
+def test_an_argument_error_is_raised_although_the_group_is_lost(failure: type[BaseException]) -> None:
+    """A rank that tells the others of its error does not lose that error to theirs."""
+
+    class Lost(Transport):
+        def start_words(self, words: torch.Tensor) -> Any:
+            def wait() -> None:
+                raise failure("of the group")
+
+            return wait
+
+    with pytest.raises(ValueError if failure is RuntimeError else failure):
+        Lost(0, 2, torch.device("cpu")).agree("plan()", {}, ValueError("of the user"))

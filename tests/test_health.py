@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,23 @@ from ringattn.transport.other_hosts import OtherHosts
 PLACE = Place(0, "attention() forward", "ring", 2)
 
 
+class Clock:
+    """Time that passes only in sleep."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PATIENCE", 0.05)
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(health, "time", clock)
+    return clock
 
 
 def with_board(folder: Path) -> tuple[Health, list[Board]]:
@@ -35,8 +48,8 @@ def with_board(folder: Path) -> tuple[Health, list[Board]]:
 
 
 @pytest.mark.parametrize(("waited", "kind"), [(0.1, LostPeer), (9.9, TimedOut)])
-def test_a_rank_of_another_host_is_known_by_what_the_backend_says(waited: float, kind: type) -> None:
-    error = Health(0, 3).failure(RuntimeError("Connection closed.\nmore"), PLACE, time.monotonic() - waited, 10.0)
+def test_a_rank_of_another_host_is_known_by_what_the_backend_says(waited: float, kind: type, time: Clock) -> None:
+    error = Health(0, 3).failure(RuntimeError("Connection closed.\nmore"), PLACE, time.now - waited, 10.0)
     assert type(error) is kind
     assert error.peer is None
     assert str(error).startswith(
@@ -46,46 +59,46 @@ def test_a_rank_of_another_host_is_known_by_what_the_backend_says(waited: float,
 
 
 @pytest.mark.parametrize("waited", [0.1, 9.9])
-def test_the_origin_is_named(tmp_path: Path, waited: float) -> None:
+def test_the_origin_is_named(tmp_path: Path, waited: float, time: Clock) -> None:
     """However long it took to hear of it."""
     here, boards = with_board(tmp_path)
     second, third = Health(1, 3), Health(2, 3)
     second.board, third.board = boards[1:]
     third.fail(MemoryError("no room\nat all"), " in rank 2")
     second.fail(LostPeer(PLACE, 2, 0.1, "rank 2 failed"), "")
-    error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - waited, 10.0)
+    error = here.failure(RuntimeError("closed"), PLACE, time.now - waited, 10.0)
     assert type(error) is LostPeer
     assert (error.rank, error.peer, error.step, error.dataflow) == (0, 2, 2, "ring")
     assert "failed with MemoryError: no room in rank 2" in error.cause
     assert "closed" not in str(error), "the backend's text tells only what followed"
 
 
-def test_a_rank_that_has_not_come_is_named_only_after_the_time_limit(tmp_path: Path) -> None:
+def test_a_rank_that_has_not_come_is_named_only_after_the_time_limit(tmp_path: Path, time: Clock) -> None:
     here, boards = with_board(tmp_path)
     boards[1].begin(10.0, CallMark(1, 0, True), "plan()")
-    early = here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0)
+    early = here.failure(RuntimeError("closed"), PLACE, time.now, 10.0)
     assert (type(early), early.peer) == (LostPeer, None)
-    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0)
+    late = here.failure(RuntimeError("timed out"), PLACE, time.now - 10, 10.0)
     assert (type(late), late.peer) == (TimedOut, 2)
     assert "it has begun 0 calls and this rank 0" in late.cause
 
 
-def test_a_rank_whose_process_cannot_be_seen_is_not_blamed(tmp_path: Path) -> None:
+def test_a_rank_whose_process_cannot_be_seen_is_not_blamed(tmp_path: Path, time: Clock) -> None:
     here, boards = with_board(tmp_path)
     here.seen = []
     boards[1].fail("something")
-    assert here.failure(RuntimeError("closed"), PLACE, time.monotonic(), 10.0).peer is None
+    assert here.failure(RuntimeError("closed"), PLACE, time.now, 10.0).peer is None
 
 
-def test_a_slower_rank_of_this_host_may_wait_for_another_one(tmp_path: Path) -> None:
+def test_a_slower_rank_of_this_host_may_wait_for_another_one(tmp_path: Path, time: Clock) -> None:
     here, boards = with_board(tmp_path)
     boards[0].begin(10.0, CallMark(1, 0, True), "plan()")
     here.seen, here.others = [1], OtherHosts(0, ["a", "a", "b"], [2], HashStore(), "key")
-    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, 1)
+    late = here.failure(RuntimeError("timed out"), PLACE, time.now - 10, 10.0, 1)
     assert (type(late), late.peer) == (TimedOut, None)
     assert late.cause.startswith("rank 1 (process ")
     assert "It may wait for one of the ranks 2 on b (backend" in late.cause
-    late = here.failure(RuntimeError("timed out"), PLACE, time.monotonic() - 10, 10.0, 2)
+    late = here.failure(RuntimeError("timed out"), PLACE, time.now - 10, 10.0, 2)
     assert (type(late), late.peer) == (TimedOut, None)
     assert late.cause.startswith("this rank waits for rank 2 on b; rank 1 (process ")
 

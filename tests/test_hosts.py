@@ -21,7 +21,7 @@ from hosts import ROOT, Hosts, why_not
 
 from scripts import checkpoint, train
 
-GUARD = 120.0  # seconds after which a rank hangs
+GUARD = 600.0  # seconds after which a rank hangs
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.xdist_group("hosts")]
 all_of_them = pytest.mark.skipif(
     not os.environ.get("RINGATTN_ALL_HOSTS"), reason="takes minutes; set RINGATTN_ALL_HOSTS=1"

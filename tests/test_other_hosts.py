@@ -15,6 +15,7 @@ from ringattn.transport import health
 from ringattn.transport.health import Health
 from ringattn.transport.other_hosts import OtherHosts
 
+GUARD = 600.0  # seconds after which a thread hangs
 PLACE = Place(0, "attention() forward", "ring", 2)
 HOSTS = ["a", "a", "b", "b", "b", "c", "b"]
 
@@ -34,7 +35,7 @@ def test_neighbours_of_one_host_are_one_text() -> None:
 def cause_of_another(rank: OtherHosts, late: bool = False, other: int | None = None) -> tuple[int | None, str] | None:
     """Return what a rank hears from others when it fails."""
     answer = rank.tell(None, rank.guess(late, other))
-    assert answer.came.wait(10)
+    assert answer.came.wait(GUARD)
     return answer.cause(late)
 
 
@@ -51,7 +52,7 @@ def test_all_hear_of_the_rank_that_the_first_one_names() -> None:
 def test_a_rank_that_is_the_cause_replaces_guesses() -> None:
     first, second, third = ranks(HashStore(), 2, 5, 0)
     assert cause_of_another(first, other=5) is None
-    second.tell(5, "rank 5 failed with MemoryError: no room").came.wait(10)
+    second.tell(5, "rank 5 failed with MemoryError: no room").came.wait(GUARD)
     for rank in (first, third):
         for late in (False, True):
             assert cause_of_another(rank, late) == (5, "rank 5 failed with MemoryError: no room, as rank 5 on c says")
@@ -72,7 +73,7 @@ class Silent:
 
     def compare_set(self, *_: str) -> bytes:
         self.asked.set()
-        assert self.given_up.wait(100), "nobody gave up"
+        assert self.given_up.wait(GUARD), "nobody gave up"
         return b""
 
 
@@ -91,7 +92,7 @@ def test_without_a_store_all_hosts_are_listed_in_time(make: Any, late: bool, mon
     (here.others,) = ranks(store, 0)
     error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - 10 * late, 10.0)
     if isinstance(store, Silent):
-        assert store.asked.is_set()
+        assert store.asked.wait(GUARD)
         store.given_up.set()
     text = "no rank whose process can be seen from here has failed, so it may be one of the ranks "
     text += "2-4 on b, 5 on c, 6 on b"
@@ -99,16 +100,18 @@ def test_without_a_store_all_hosts_are_listed_in_time(make: Any, late: bool, mon
     assert type(error) is (TimedOut if late else LostPeer)
 
 
-def test_what_another_rank_says_is_the_cause_of_a_failure() -> None:
+def test_what_another_rank_says_is_the_cause_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", GUARD)  # it is there at once
     here, (there,) = Health(0, 7), ranks(store := HashStore(), 5)
     (here.others,) = ranks(store, 0)
-    there.tell(5, "rank 5 failed with MemoryError: no room").came.wait(10)
+    there.tell(5, "rank 5 failed with MemoryError: no room").came.wait(GUARD)
     error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - 10, 10.0, 3)
     assert (type(error), error.peer) == (TimedOut, 5)
     assert error.cause == "rank 5 failed with MemoryError: no room, as rank 5 on c says"
 
 
-def test_an_error_of_this_rank_is_told() -> None:
+def test_an_error_of_this_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", GUARD)
     here, (there,) = Health(0, 7), ranks(store := HashStore(), 5)
     (here.others,) = ranks(store, 0)
     here.fail(MemoryError("no room\nat all"), " in rank 0")

@@ -29,7 +29,7 @@ from ringattn.peer.watchdog import (
 )  # fmt: skip
 
 LIMIT = 10.0  # seconds
-GUARD = 100.0  # seconds after which a process that should have ended hangs
+GUARD = 600.0  # seconds after which a process that should have ended hangs
 FIRST = CallMark(1, 0, True)
 
 
@@ -199,36 +199,36 @@ sys.modules["watchdog"] = watchdog
 spec.loader.exec_module(watchdog)
 path, rank, what = sys.argv[2], int(sys.argv[3]), sys.argv[4]
 board = watchdog.Board.create(path, 0, 2) if rank == 0 else watchdog.Board.open(path, 1, 2)
-board.enter(1.0)
+board.enter(float(sys.argv[5]))
 print("here", flush=True)
 sys.stdin.readline()  # all have entered
 if rank == 0:
     child = watchdog.start(board, board.peers())
     print(child.pid, flush=True)
 if what == "waits":
-    board.set_word(0, watchdog.READY, 1)
-    ctypes.PyDLL(None).sleep(60)  # holds Python's lock, as a launch that is blocked in the driver may
+    ctypes.PyDLL(None).sleep(600)  # holds Python's lock, as a launch that is blocked in the driver may
 elif what == "forks":
     if os.fork() == 0:
-        time.sleep(60)
+        time.sleep(600)
 elif what == "stops":
     os.kill(os.getpid(), signal.SIGSTOP)
 elif what == "raises":
     board.fail("MemoryError: no room")
-    time.sleep(60)
+    time.sleep(600)
 elif what == "lives":
-    time.sleep(60)
+    time.sleep(600)
 """
-Start = Callable[[int, str], "subprocess.Popen[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     processes = []
 
-    def begin(rank: int, what: str) -> subprocess.Popen[str]:
+    def begin(rank: int, what: str, limit: float = 1.0) -> subprocess.Popen[str]:
+        of = [watchdog.__file__, str(tmp_path / "board"), str(rank), what, str(limit)]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", RANK, watchdog.__file__, str(tmp_path / "board"), str(rank), what],
+            [sys.executable, "-I", "-S", "-c", RANK, *of],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -257,6 +257,13 @@ def go(*processes: subprocess.Popen[str]) -> int:
     return int(processes[0].stdout.readline())
 
 
+def wait_until(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + GUARD
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def gone(number: int, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -267,24 +274,29 @@ def gone(number: int, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("peer", "says", "least"),
+    ("peer", "says", "limit"),
     [
-        ("ends", "has died", 0.0),
+        ("ends", "has died", 6000.0),
         ("stops", "is stopped, by SIGSTOP or a debugger (kill -CONT", 1.0),
         ("lives", "runs, but has not come", 1.0),
-        ("raises", "failed with MemoryError: no room", 0.0),
+        ("raises", "failed with MemoryError: no room", 6000.0),
     ],
 )
-def test_a_process_that_cannot_go_on_is_ended(start: Start, peer: str, says: str, least: float) -> None:
-    waiting, other = start(0, "waits"), start(1, peer)
-    begin = time.monotonic()
+def test_a_process_that_cannot_go_on_is_ended(start: Start, peer: str, says: str, limit: float) -> None:
+    """A stopped one and a late one when the time limit has passed, the others long before."""
+    waiting, other = start(0, "waits", limit), start(1, peer)
+    board = Board.open(str(Path(waiting.args[-4])), 0, 2)  # type: ignore[index]
     child = go(waiting, other)
+    if peer == "stops":
+        wait_until(lambda: board.process(1).state() == "is stopped")
+    board.set_word(0, READY, 1)  # only now rank 0 waits
+    begin = time.monotonic()
     _, error = waiting.communicate(timeout=GUARD)
     elapsed = time.monotonic() - begin
     assert waiting.returncode == -signal.SIGABRT
     assert error.startswith(f"ringattn: rank 0 (process {waiting.pid}): waited ")
     assert f"for the keys and values of exchange 1: rank 1 (process {other.pid}) {says}" in error
-    assert elapsed >= least
+    assert elapsed >= (limit if limit < GUARD else 0)
     assert gone(child, GUARD)
 
 
@@ -301,7 +313,8 @@ def test_a_stopped_process_is_not_ended_for_its_own_stop(start: Start) -> None:
     """A debugger holds this rank: its streams wait, but no time passes."""
     stopped, other = start(0, "stops"), start(1, "lives")
     child = go(stopped, other)
-    board = Board.open(str(Path(stopped.args[-3])), 0, 2)  # type: ignore[index]
+    board = Board.open(str(Path(stopped.args[-4])), 0, 2)  # type: ignore[index]
+    wait_until(lambda: board.process(0).state() == "is stopped")
     board.set_word(0, READY, 1)
     time.sleep(2.5)
     assert not gone(stopped.pid, 0.1)
