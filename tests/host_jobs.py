@@ -123,7 +123,7 @@ def mesh(folder: Path) -> dict[str, Any]:
     """As many sequences as hosts, over the mesh of docs/how-to/clusters.md, and with its axes in the other order."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     sizes = (1, dist.get_world_size() // local, local, 1)
-    page = (ROOT / "docs" / "use" / "clusters.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "clusters.md").read_text()
     names: dict[str, Any] = dict(ringattn=ringattn, device="cpu", sizes=sizes, seq_len=LARGE.seq_len)
     exec(page.partition("```python\n")[2].partition("```")[0], names)
     case = replace(LARGE, causal=True)
