@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .errors import Desynchronized, Disagreement, RankFailed, text_of
-from .peer.watchdog import rank_name
+from .errors import Desynchronized, Disagreement, RankFailed, rank_name, text_of
 
 Value = int | float | str | bool
 

@@ -24,14 +24,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .peer.watchdog import rank_name
-
 _ADVICE = (
     "Read the output of {} first, then restart all ranks, from the last checkpoint if there is one "
     "(torchrun --max-restarts does); python -m ringattn.doctor checks the links"
 )
 
 _SHORT = 300  # characters
+
+
+def rank_name(rank: int, ranks: Sequence[int] | Mapping[int, int] = (), process: int = 0) -> str:
+    """Return "rank 1", or "rank 1 of the group (global rank 3)" where it has another number in the whole job.
+
+    Args:
+        ranks: the numbers of ranks in the whole job, empty if these are the same.
+    """
+    everywhere = ranks[rank] if ranks else rank
+    name, more = f"rank {rank}", [f"process {process}"] if process else []
+    if everywhere != rank:
+        name, more = f"{name} of the group", [f"global rank {everywhere}", *more]
+    return f"{name} ({', '.join(more)})" if more else name
 
 
 def text_of(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from torch.distributed import HashStore
 from ringattn import errors
 from ringattn.peer import watchdog
 from ringattn.peer.watchdog import Board, CallMark, Process
-from ringattn.transport import background, ending, gloo, health, pending
+from ringattn.transport import background, gloo, health, pending
 from ringattn.transport.group import Transport
 from ringattn.transport.health import Health
 
@@ -343,12 +343,12 @@ def test_only_the_error_that_ends_the_program_is_told(
 ) -> None:
     """Shells and test runners leave errors in sys.last_value that they have reported, and exit in order."""
     transport = mock.Mock()
-    monkeypatch.setattr(ending, "of_group", {1: transport})
+    monkeypatch.setattr(health, "of_group", {1: transport})
     monkeypatch.setattr(sys, "last_value", error(), raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
     if shell:
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    ending._leave_all()
+    health._leave_all()
     assert transport.note_failure.called == told
     assert transport.health.leave.called
 
@@ -356,9 +356,9 @@ def test_only_the_error_that_ends_the_program_is_told(
 def test_a_group_that_cannot_be_left_does_not_keep_others_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     broken, other = mock.Mock(), mock.Mock()
     broken.health.leave.side_effect = ValueError("unmapped")
-    monkeypatch.setattr(ending, "of_group", {1: broken, 2: other})
+    monkeypatch.setattr(health, "of_group", {1: broken, 2: other})
     monkeypatch.delattr(sys, "last_value", raising=False)
-    ending._leave_all()
+    health._leave_all()
     assert other.health.leave.called
     assert not other.note_failure.called
 

@@ -20,7 +20,8 @@ from test_faults import LONG, WORLD, faulty, ranks, reports, says, wait_for  # n
 from torch.distributed import HashStore
 
 import ringattn
-from ringattn.peer.watchdog import Process, rank_name
+from ringattn.errors import rank_name
+from ringattn.peer.watchdog import Process
 from ringattn.transport import gloo, health
 
 SUBGROUP = [1, 2, 3]  # its rank 1 is the faulty one

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 # Words of 32 bits that streams write. The first three: the last epoch that a rank has signalled, by kind.
@@ -47,8 +47,7 @@ _CALL = struct.Struct("<dI")  # its last two fields
 _BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, or one of these
 ITSELF, UNKNOWN = -1, -2
 _BLAMED_AT = _HEAD.size
-_GLOBAL_AT = _BLAMED_AT + _BLAMED.size  # the rank in the whole job
-_CALL_AT, _WORDS_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64, 128, 640
+_CALL_AT, _WORDS_AT, _NAME_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64, 96, 192, 640
 _REFUSED_AT, _CALLS_AT, _ROW_BYTES = 896, 1152, 2048
 _CALLS = (_ROW_BYTES - _CALLS_AT) // 8  # the latest calls of a rank, one word each
 _NUMBERS = 1 << 30
@@ -98,19 +97,6 @@ def _stat(process: int) -> tuple[str, int]:
     except OSError:  # no descriptor is left
         return "?", -1
     return fields[0].decode(), int(fields[19])
-
-
-def rank_name(rank: int, ranks: Sequence[int] | Mapping[int, int] = (), process: int = 0) -> str:
-    """Return "rank 1", or "rank 1 of the group (global rank 3)" where it has another number in the whole job.
-
-    Args:
-        ranks: the numbers of ranks in the whole job, empty if these are the same.
-    """
-    everywhere = ranks[rank] if ranks else rank
-    name, more = f"rank {rank}", [f"process {process}"] if process else []
-    if everywhere != rank:
-        name, more = f"{name} of the group", [f"global rank {everywhere}", *more]
-    return f"{name} ({', '.join(more)})" if more else name
 
 
 class CallMark(NamedTuple):
@@ -173,11 +159,11 @@ class Board:
 
     # Written by the host of this rank
 
-    def enter(self, limit: float, global_rank: int | None = None) -> None:
-        """Record that this rank runs in this process, its time limit in seconds, and its rank in the whole job."""
-        process, at = Process.own(), self._row(self.rank)
-        _BLAMED.pack_into(self.memory, at + _GLOBAL_AT, self.rank if global_rank is None else global_rank)
-        _HEAD.pack_into(self.memory, at, process.number, RUNNING, process.start, limit, 0)
+    def enter(self, limit: float, name: str = "") -> None:
+        """Record that this rank runs in this process, its time limit in seconds, and its name in errors."""
+        process = Process.own()
+        self._write(_NAME_AT, _TEXT_AT, name)
+        _HEAD.pack_into(self.memory, self._row(self.rank), process.number, RUNNING, process.start, limit, 0)
 
     def begin(self, limit: float, call: CallMark, shown: str) -> None:
         """Record that this rank begins its next call.
@@ -356,11 +342,8 @@ class Board:
             )
         return None, ""
 
-    def global_rank(self, rank: int) -> int:
-        return int(_BLAMED.unpack_from(self.memory, self._row(rank) + _GLOBAL_AT)[0])
-
     def name(self, rank: int) -> str:
-        return rank_name(rank, {rank: self.global_rank(rank)}, self.process(rank).number)
+        return self._read(rank, _NAME_AT, _TEXT_AT) or f"rank {rank} (process {self.process(rank).number})"
 
 
 class Wait(NamedTuple):

@@ -54,7 +54,7 @@ def abandon(groups: Iterable[Any]) -> None:
     shut down, and stay registered with the epoll that both processes share. ``groups`` are never destroyed here, not
     even when the interpreter ends: their threads, which the destructors wait for, were not copied.
     """
-    for group in groups:
+    for group in filter(None, [dist.group.WORLD, *groups]):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     for file in _sockets():
         with contextlib.suppress(OSError):
@@ -107,6 +107,28 @@ def initialized() -> bool:
             stacklevel=4,
         )
     return False
+
+
+def own(group: Any) -> dist.ProcessGroup:
+    """Return the process group of a group, of a one-dimensional DeviceMesh, or the default one for None.
+
+    Raises:
+        TypeError: any other type.
+        ValueError: a mesh of several dimensions, or a group that this rank is not in.
+    """
+    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):  # DeviceMesh, without importing it
+        if group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, e.g. mesh['cp']"
+            )
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None")
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group, and only its ranks may make this call")
+    return group
 
 
 def alive(group: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -34,9 +34,8 @@ from ..peer.mailbox import Mailbox
 from ..peer.watchdog import CallMark
 from ..program import not_repeatable
 from . import background, gloo, lockstep
-from .ending import let_go, of_group
 from .gloo import DEFAULT_TIMEOUT
-from .health import Health, seconds
+from .health import Health, let_go, of_group, seconds
 from .lockstep import Calls
 from .pending import Arrived, Message, Pending, Works, interruptible
 
@@ -308,9 +307,9 @@ class GroupTransport(Transport):
         store = group.get_group_store()
         if self.world_size > 1:
             self.health.come(store)
-        connect_ranks = functools.partial(gloo.group_of, group, self.timeout)
-        # agree() must not wait for the GPU, so it runs over gloo.
-        self.gloo: Any = None if backends.get("cpu") == "gloo" else self._begun(lambda: interruptible(connect_ranks))
+        self.gloo: Any = None
+        if backends.get("cpu") != "gloo":  # agree() must not wait for the GPU, so it runs over gloo.
+            self.gloo = self._begun(lambda: interruptible(lambda: gloo.group_of(group, self.timeout)))
         weakref.finalize(group, let_go, weakref.ref(self)).atexit = False
         if self.world_size > 1:
             self.hosts = tuple(self.health.make_board(self.limit, self.gather_words, store))
@@ -361,8 +360,7 @@ class GroupTransport(Transport):
         return Place(self.rank, self.call, self.dataflow, self.step, self.ranks[self.rank] if self.ranks else None)
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
-        """Also tell the other ranks, with the place or ``where``, and close the connections to them. Whatever fails in
-        that, ``error`` is what the caller raises."""
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them. Never raises."""
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
@@ -380,10 +378,7 @@ class GroupTransport(Transport):
         """Make this group unusable in a process that was forked from the rank's."""
         if self.world_size > 1:
             self._closed = True  # the connections are the other process's
-            self.given_up = (
-                f"this process is a fork of rank {self.rank}'s, which alone is in the group: call ringattn there, and "
-                "in data loaders only what needs no group"
-            )
+            self.given_up = f"this process is a fork of rank {self.rank}'s, which alone may make calls on this group"
             self.health.forked()
 
     def _close_all(self) -> None:
@@ -492,24 +487,12 @@ def of(group: Any, timeout: float | None = None) -> Transport:
         global _alone
         _alone = _alone or Transport(0, 1, torch.get_default_device())
         return _alone
-    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):  # DeviceMesh, without importing it
-        if group.ndim != 1:
-            raise ValueError(
-                f"the DeviceMesh has {group.ndim} dimensions {group.mesh_dim_names}; pass one of them, e.g. mesh['cp']"
-            )
-        group = group.get_group()
-    group = dist.group.WORLD if group is None else group
-    outside = group is dist.GroupMember.NON_GROUP_MEMBER
-    if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None")
-    if outside or dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in the group, and only its ranks may make this call")
+    group = gloo.own(group)
     with _lock:
         group_lock = _group_locks.setdefault(group, threading.Lock())
     # One lock per group: a transport is made by messages, and threads of two ranks may make those of two groups in
     # different orders.
     with group_lock:
-        transport = of_group.get(group)
-        if transport is None:
-            transport = of_group[group] = GroupTransport(group, timeout)
-        return transport
+        if group not in of_group:
+            of_group[group] = GroupTransport(group, timeout)
+        return of_group[group]

@@ -9,6 +9,7 @@ which ranks have come: see :class:`Arrivals`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -17,19 +18,21 @@ import secrets
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ExchangeFailed, LostPeer, Place, TimedOut, in_short
+from ..errors import ExchangeFailed, LostPeer, Place, TimedOut, in_short, rank_name
 from ..peer import driver, watchdog
 from ..peer.connect import host
-from ..peer.watchdog import Board, CallMark, Process, rank_name
-from . import background, lockstep
+from ..peer.watchdog import Board, CallMark, Process
+from . import background, gloo, lockstep
 from .other_hosts import OtherHosts
 
 _PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
@@ -163,7 +166,7 @@ class Health:
                 with contextlib.suppress(OSError, ValueError):
                     board = Board.open(path, self.rank, self.world_size)
             if board is not None:
-                board.enter(limit, self.ranks[self.rank] if self.ranks else None)
+                board.enter(limit, rank_name(self.rank, self.ranks, os.getpid()))
             gather(nothing)  # all have opened it
         finally:
             if self.rank == first and board is not None:
@@ -321,3 +324,47 @@ class Health:
         if board is None or rank not in self.seen:
             return False
         return board.status(rank) != watchdog.RUNNING or board.process(rank).state() == "is dead"
+
+
+# --- The end of a process that is in groups: in order, by an exception, or as a fork ------------------------------------
+
+of_group: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the GroupTransport of each group
+
+
+def let_go(transport: weakref.ref[Any]) -> None:
+    """Leave a process group that is gone, and drop its gloo group: it owns threads, and a store that a later group may
+    need."""
+    if (alive := transport()) is not None:
+        alive.gloo = None
+        alive.health.end()
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Report that this process ends, and whether by an exception."""
+    error = getattr(sys, "last_value", None)
+    for transport in list(of_group.values()):
+        with contextlib.suppress(Exception):
+            if error is not None and _ends_the_program(error):
+                transport.note_failure(error, ", which ended its program")
+            transport.health.leave()
+
+
+def _ends_the_program(error: BaseException) -> bool:
+    """Return whether nothing has caught an error: it has left the outermost line of a program that was not typed in.
+    Shells and test runners keep errors in ``sys.last_value``, too, and go on."""
+    outermost = error.__traceback__
+    if outermost is None or hasattr(sys, "ps1") or sys.flags.interactive:
+        return False
+    return outermost.tb_frame.f_code.co_name in ("<module>", "_run_module_as_main")
+
+
+def _forked() -> None:
+    transports = [transport for transport in of_group.values() if transport.world_size > 1]
+    for transport in transports:
+        transport.forked()
+    if transports:
+        gloo.abandon([*of_group, *(transport.gloo for transport in transports)])
+
+
+os.register_at_fork(after_in_child=_forked)

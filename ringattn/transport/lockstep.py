@@ -24,8 +24,8 @@ from types import FrameType
 
 import torch
 
-from ..errors import Desynchronized, RankFailed
-from ..peer.watchdog import CallMark, rank_name
+from ..errors import Desynchronized, RankFailed, rank_name
+from ..peer.watchdog import CallMark
 
 _SAME = (
     "Every rank must make the same calls in the same order: look for code that only some ranks run, such as an "

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..peer.watchdog import rank_name
+from ..errors import rank_name
 from . import background
 
 
