@@ -1,5 +1,5 @@
-"""The fallbacks that docstrings of the transport promise: without threads, descriptors, a board, or a store; which ranks
-are lost, and which error ends a program."""
+"""The fallbacks that docstrings of the transport promise: without threads, descriptors, a board, or a store; which
+ranks are lost, and which error ends a program."""
 
 from __future__ import annotations
 
