@@ -155,8 +155,10 @@ def test_a_wait_ends_after_ten_looks_in_a_row_that_find_a_process_lost(monkeypat
 
 
 @pytest.mark.parametrize("own", range(4))
-def test_closing_reaches_every_rank(own: int) -> None:
-    """Also after one whose connection is broken: a receive from it raises at once, and closes nothing."""
+def test_closing_reaches_every_rank(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after one whose connection is broken: a receive from it raises at once, and closes nothing. And without
+    memory."""
+    monkeypatch.setattr(torch, "empty", mock.Mock(side_effect=MemoryError))
 
     asked = []
 

@@ -94,8 +94,8 @@ for name, (status, body) in cases.items():
     if child == 0 and rank == 0:
         body()
     answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else status
-    attend()
     states = [plan.transport.health.board.status(r) for plan in plans for r in range(2)]
+    attend()
     if rank == 0:
         print("case", name, answer == status, states == [watchdog.RUNNING] * 4, flush=True)
 dist.destroy_process_group()
