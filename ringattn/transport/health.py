@@ -326,7 +326,7 @@ class Health:
         return board.status(rank) != watchdog.RUNNING or board.process(rank).state() == "is dead"
 
 
-# --- The end of a process that is in groups: in order, by an exception, or as a fork ------------------------------------
+# --- The end of a process that is in groups: in order, by an exception, or as a fork ----------------------------------
 
 of_group: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the GroupTransport of each group
 
