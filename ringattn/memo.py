@@ -1,15 +1,39 @@
-"""Memo: results that are kept under a key, the least recently used one dropped first."""
+"""Results that outlive the call that made them: kept under a key (:class:`Memo`), and made outside of its modes
+(:func:`lasting`)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
 _ABSENT: Any = object()
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Make tensors that calls in any mode can use, whatever the modes of this one: outside of inference mode, whose
+    tensors autograd refuses; of transforms of torch.func, fake tensors and other dispatch modes, whose tensors are of no
+    use after them; and of default devices."""
+    with ExitStack() as outside:
+        if torch.is_inference_mode_enabled():
+            outside.enter_context(torch.inference_mode(False))
+        if torch._C._are_functorch_transforms_active():
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            outside.enter_context(temporarily_clear_interpreter_stack())
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            outside.enter_context(_disable_current_modes())
+        if torch._C._len_torch_function_stack():
+            outside.enter_context(torch._C.DisableTorchFunction())
+        yield
 
 
 class Memo(Generic[T]):
@@ -46,7 +70,10 @@ class Memo(Generic[T]):
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result kept under ``key``, or else that of ``make``, which is then kept, None too."""
         result: Any = self.get(key, _ABSENT)
-        return self.put(key, make()) if result is _ABSENT else result
+        if result is _ABSENT:
+            with lasting():
+                result = self.put(key, make())
+        return result
 
     def drop(self, condition: Callable[[T], bool]) -> None:
         """Forget the results that fulfil a condition."""

@@ -151,15 +151,26 @@ class Plan:
 
     @property
     def positions(self) -> Tensor:
-        """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device."""
-        self.note_split()
-        return self.once(_positions)
+        """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device; a new
+        tensor."""
+        return self._copy_of(_positions)
 
     @property
     def positions_k(self) -> Tensor:
-        """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device."""
+        """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device; a new tensor."""
+        return self._copy_of(_positions_k)
+
+    def _copy_of(self, positions: Callable[[Plan], Tensor]) -> Tensor:
         self.note_split()
-        return self.once(_positions_k)
+        device = self.transport.device
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        ):  # what is made is a part of a graph, or fake: not to be kept
+            return positions(self)
+        self.transport.follow()
+        return self.once(positions).clone()
 
     def note_split(self) -> None:
         """Note that tokens were split by this plan, or its positions asked for, see :meth:`_warn_of_another_split`."""

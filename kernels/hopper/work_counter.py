@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...memo import Memo
+from ...memo import Memo, lasting
 
 # Use atom.inc: for atom.add ptxas elects one lane per warp and stalls the warp until the result returns.
 _TAKE_ASM = gl.constexpr("""{
@@ -69,7 +69,8 @@ def work_counter(device: torch.device, length: int = 1) -> Tensor:
     if counter is None or counter.shape[0] < length:
         with _making_spares:
             _spares.once(device, lambda: _spare(device))
-        counter = _counters.put(key, torch.zeros(length, dtype=torch.int32, device=device))
+        with lasting():
+            counter = _counters.put(key, torch.zeros(length, dtype=torch.int32, device=device))
     return counter
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.paged.operands import Pool
 from ..kernels.paged.quantize import dequantize, quantize, stored
 from ..kernels.upload import upload
+from ..memo import Memo
 from .slots import Placed, Slots
 from .storage import Memory
 from .tokens import Shard
@@ -79,7 +80,7 @@ class Chunk:
     length: int
     shards: tuple[Shard, ...]
     layers: set[int] = field(default_factory=set)
-    _places: dict[tuple[int, int], Places] = field(default_factory=dict)
+    _places: Memo[Places] = field(default_factory=lambda: Memo(64))
 
     def put_positions(self, slots: Slots, memory: Memory, rank: int) -> None:
         """Write the positions of the new tokens, once they have pages."""
@@ -99,17 +100,17 @@ class Chunk:
 
     def places(self, slots: Slots, memory: Memory, rank: int, kind: int, first: int) -> Places:
         """Return where a layer of some kind writes and reads under a plan whose keys begin at position ``first``."""
-        places = self._places.get((kind, first))
-        if places is None:
+
+        def make() -> Places:
             new = self._slots(slots, rank)
             begin = min(slots[self.sequence].tokens[rank].before(first), new.start)
             ranges = (new, range(begin, new.start), range(begin, new.stop))
             placed = [slots.physical(kind, rank, self.sequence, part) for part in ranges]
             whole = placed[2].nth is None or len(placed[2].nth) == len(ranges[2])
             new_there, seen, *both = _on_device(placed if whole else placed[:2], memory)
-            places = Places(new_there, seen, both[0] if both else None)
-            self._places[kind, first] = places
-        return places
+            return Places(new_there, seen, both[0] if both else None)
+
+        return self._places.once((kind, first), make)
 
     def _slots(self, slots: Slots, rank: int) -> range:
         count = sum(map(len, self.shards[rank]))

@@ -24,6 +24,7 @@ from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
 from ..kernels.paged.operands import StepState, tile_size
 from ..kernels.upload import upload
+from ..memo import lasting
 from ..transport.group import Transport
 from .decoding import LayerStep
 from .pages import NONE
@@ -50,6 +51,7 @@ class Step:
         is_ahead: whether :meth:`advance` was called since the allocator was told.
     """
 
+    @lasting()
     def __init__(
         self,
         transport: Transport,
@@ -89,8 +91,9 @@ class Step:
     @property
     def positions(self) -> Tensor:
         """Positions of the new tokens, for rotary embeddings: (batch, new) int32, the same on every rank, 0 in rows
-        without a sequence. With a tree, those of the tokens of a path: a token of depth d is at ``positions[b, d]``."""
-        return self.state.position
+        without a sequence. With a tree, those of the tokens of a path: a token of depth d is at ``positions[b, d]``.
+        A new tensor, which :meth:`advance` does not move on: ask again after it, in a graph within the capture."""
+        return self.state.position.clone()
 
     def layer(self, layer: int) -> LayerStep:
         """Return what a layer needs of this step.

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..memo import lasting
+
 FAR = 1 << 40  # further than any position, and i + FAR does not overflow
 
 
@@ -155,6 +157,11 @@ class Intervals(Mask):
     high: Tensor
     left: Tensor
     right: Tensor
+
+    def __post_init__(self) -> None:
+        with lasting():  # plans keep masks, and callers may change the tensors that a mask was made of
+            for name in ("first", "low", "high", "left", "right"):
+                object.__setattr__(self, name, getattr(self, name).clone())
 
     @property
     def members(self) -> tuple[Intervals, ...]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..memo import Memo
+from ..memo import Memo, lasting
 from ..program import Epoch, recorded
 from . import driver
 from .mailbox import Mailbox
@@ -163,7 +163,8 @@ class Link:
             # been on another stream.
             self._receive_stream.wait_event(self.released)
             self._receive_stream = self.current_stream()
-            self._receive = torch.empty(size, dtype=torch.uint8, device=self.device)
+            with lasting():
+                self._receive = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._receive
 
     def ready_flags(self, rows: int) -> Tensor:
@@ -172,7 +173,8 @@ class Link:
             self._forget()
             self._flags_stream.wait_event(self.released)  # as in receive_buffer
             self._flags_stream = self.current_stream()
-            self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
+            with lasting():
+                self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
         return self._flags
 
     def mailbox(self) -> Mailbox | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.contract import Result
+from ..memo import lasting
 
 if TYPE_CHECKING:
     from ..kernels.paged.meet import Mailboxes
@@ -31,6 +32,7 @@ class Mailbox:
             others from being loaded, so all ranks load theirs before a launch, and launch before they go on.
     """
 
+    @lasting()
     def __init__(
         self,
         rank: int,

@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..memo import lasting
+
 _LEAVING = 2  # tensors on their way out whose memory on the GPU is not yet free
 _SLACK = 1.25  # a buffer is used for tensors of at least its size over this, while there is room for another one
 
@@ -140,7 +142,8 @@ class HostMemory:
             self._drop_free()
         if size == 0 or self._full(size):
             return None
-        buffer = torch.empty(size, dtype=torch.uint8)
+        with lasting():
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         if device.type == "cuda":
             _pin(buffer)
         self.bytes += size

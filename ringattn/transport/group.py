@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import agreement
 from ..errors import GroupBroken, Place, in_short, text_of
-from ..memo import Memo
+from ..memo import Memo, lasting
 from ..peer.connect import Ranks, by_host, connect
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
@@ -88,6 +88,7 @@ class Transport:
     calls: Calls = field(default_factory=Calls)
     checks: bool = field(default_factory=lockstep.every_call)
     splits: Memo[tuple[Any, ...]] = field(default_factory=lambda: Memo(64))
+    _stream: torch.cuda.Stream | None = None  # of the latest call
 
     def begin(
         self, call: str, dataflow: str = "", timeout: float | None = None, details: str = "", compares: bool = False
@@ -106,10 +107,25 @@ class Transport:
             RankFailed: another rank of this host has refused its arguments in this call.
         """
         self.check_usable()
+        self.follow()
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
         text = f"{call}, {details}" if details else call
         self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
+
+    def follow(self) -> None:
+        """Make the current stream of the GPU wait for that of the call before, if it is another one: calls share tables
+        and counters, which the first of them made on its stream. A capture may wait for no other stream, and comes
+        after all work of the GPU."""
+        if not torch.cuda.is_initialized():
+            return
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        last, raw = self._stream, torch._C._cuda_getCurrentRawStream(index)  # current_stream() makes an object
+        if (last is not None and last.cuda_stream == raw) or torch.cuda.is_current_stream_capturing():
+            return
+        self._stream = torch.cuda.current_stream(index)
+        if last is not None and last.device == self._stream.device:
+            self._stream.wait_stream(last)
 
     def refuse(self, call: str, error: Exception) -> None:
         """Report invalid arguments in a call that ranks do not compare; the group is unusable from then on."""
@@ -289,6 +305,7 @@ class GroupTransport(Transport):
     (https://github.com/pytorch/pytorch/issues/190489).
     """
 
+    @lasting()
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         # device type -> backend
         backends = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
