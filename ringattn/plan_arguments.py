@@ -97,16 +97,15 @@ class Request:
                 f"mask is of type {type(mask).__name__}; pass a ringattn.mask.Mask, such as "
                 "ringattn.mask.from_intervals(starts, ends), in which query i sees keys starts[i] <= j < ends[i]"
             )
-        keys, earlier = given["seq_len_k"], () if held is None else _checked_held(held, world_size)
+        keys, earlier, first = given["seq_len_k"], (), 0
         if held is not None:
-            keys = sum(map(layouts.length, earlier)) + seq_len
-            if given["seq_len_k"] not in (None, keys):
-                raise ValueError(
-                    f"seq_len_k is {given['seq_len_k']}, but the keys are those held and the new tokens: {keys}"
-                )
+            earlier, first, count = _checked_held(held, world_size, None if keys is None else keys - seq_len)
+            keys = count + seq_len
         elif keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, given)
+        if first and (seen := next(iter(whole.seen([[range(seq_len)]])[0]), None)) and seen.start < first:
+            raise ValueError(f"no rank holds key {seen.start}, which the mask shows; pass it in held, or hide it")
         if other is not None:
             # What is held is the cache's own matter: plans for layers with other windows hold other keys.
             sizes = [(x.seq_len, whole.seq_len_k if earlier else x.seq_len_k) for x in (other, whole)]
@@ -147,9 +146,11 @@ class Request:
         return (self.layout == "auto" and packed) or (self.dataflow == "auto" and not self.deterministic)
 
     @property
-    def row(self) -> tuple[int, int, object, object]:
-        """What is equal for layers that differ in other parts of the mask: the lengths, documents and padding."""
-        return self.mask.seq_len, self.mask.seq_len_k, self.parts["cu_seqlens"], self.parts["documents"]
+    def row(self) -> tuple[object, ...]:
+        """What is equal for layers that differ in other parts of the mask: the lengths, documents and padding; and how
+        much of a cache is held, by which layers with windows differ."""
+        held = sum(map(layouts.length, self.held))
+        return self.mask.seq_len, self.mask.seq_len_k, self.parts["cu_seqlens"], self.parts["documents"], held
 
     def words(self) -> dict[str, int | float | str | bool]:
         """Return what ranks compare, by name."""
@@ -242,11 +243,14 @@ def _pieces(mask: Mask) -> int:
     return sum(member.first.shape[1] for member in mask.members)
 
 
-def _checked_held(held: Sequence[Sequence[range]], world_size: int) -> tuple[Shard, ...]:
-    """Return the tokens that every rank holds.
+def _checked_held(
+    held: Sequence[Sequence[range]], world_size: int, count: int | None
+) -> tuple[tuple[Shard, ...], int, int]:
+    """Return the earlier tokens that every rank holds, the first of them, and how many earlier ones there are: ``count``
+    or, if it is None, those that are held.
 
     Raises:
-        ValueError: not one entry per rank, or not each position once, in growing order.
+        ValueError: not one entry per rank, or not each of the last positions once, in growing order.
     """
     shards = tuple(tuple(shard) for shard in held)
     if len(shards) != world_size:
@@ -254,13 +258,19 @@ def _checked_held(held: Sequence[Sequence[range]], world_size: int) -> tuple[Sha
     total = sum(map(layouts.length, shards))
     if any(a[-1] >= b.start for shard in shards for a, b in itertools.pairwise(shard)):
         raise ValueError("the runs of positions that a rank holds must grow; sort them")
+    count = total if count is None else count
+    first = count - total
     runs = sorted((run for shard in shards for run in shard), key=lambda run: run.start)
-    whole = all(a.stop == b.start for a, b in itertools.pairwise([range(0), *runs]))
+    whole = all(a.stop == b.start for a, b in itertools.pairwise([range(first), *runs, range(count, count + 1)]))
     if any(run.step > 1 for run in runs):
-        whole = torch.equal(layouts.positions(tuple(runs)).sort().values, torch.arange(total, device="cpu"))
-    if not whole:
-        raise ValueError(f"held has {total} positions, which must be each of 0 to {total - 1} once")
-    return shards
+        expected = torch.arange(first, count, device="cpu") if first >= 0 else torch.empty(0, dtype=torch.int64)
+        whole = torch.equal(layouts.positions(tuple(runs)).sort().values, expected)
+    if not whole or first < 0:
+        raise ValueError(
+            f"held has {total} positions, which must be each of {first} to {count - 1} once: the last ones before the "
+            "queries, as seq_len_k says"
+        )
+    return shards, first, count
 
 
 def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Sequence[int] = ()) -> Nodes:

@@ -280,8 +280,11 @@ def test_a_full_cache_says_who_has_its_pages() -> None:
 
 
 @examples(200)
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 3)), max_size=6), st.integers(0, 99))
-def test_tokens(shape: list[tuple[int, int, int]], position: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 3)), max_size=6),
+    st.integers(0, 99), st.integers(0, 150),
+)  # fmt: skip
+def test_tokens(shape: list[tuple[int, int, int]], position: int, past: int) -> None:
     tokens, expected, at = Tokens(), [], 0
     for gap, count, step in shape:
         run = range(at + gap, at + gap + count * step, step)
@@ -292,7 +295,7 @@ def test_tokens(shape: list[tuple[int, int, int]], position: int) -> None:
     assert tokens.positions(0, len(expected)).tolist() == expected
     assert tokens.positions(1, len(expected) - 1).tolist() == expected[1:-1]
     assert tokens.before(position) == sum(p < position for p in expected)
-    assert [p for run in tokens.since(position) for p in run] == [p - position for p in expected if p >= position]
+    assert [p for run in tokens.between(position, past) for p in run] == [p for p in expected if position <= p < past]
     tokens.cut(len(expected) // 2)
     tokens.append([range(at + 1, at + 3)])
     assert tokens.positions(0, tokens.count).tolist() == [*expected[: len(expected) // 2], at + 1, at + 2]
@@ -446,6 +449,7 @@ def random_program(rank: virtual.VirtualRank, seed: int, of_cache: type[Whole] =
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.filterwarnings("error")
 def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int, device: str) -> None:
     for seed in range(2):
         lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed), device)
@@ -726,6 +730,32 @@ def test_plans_prove_that_every_held_key_is_met_once(world_size: int, name: str)
         )
 
 
+@pytest.mark.parametrize("name", sorted(layout.LAYOUTS))
+@pytest.mark.parametrize(("dataflow", "deterministic"), [("ring", False), ("gather", False), ("reduce", True)])
+def test_plans_of_a_cache_count_positions_from_the_beginning(name: str, dataflow: str, deterministic: bool) -> None:
+    """With windows, too, of which ranks hold the last keys only: the loop of docs/how-to/generate.md."""
+    dims = dict(kv_heads=1, head_dim=4, tokens=600, dtype=torch.float32, page_size=16)
+
+    def body(rank: virtual.VirtualRank, window: int) -> list[tuple[list[int], list[int]]]:
+        cache = ringattn.KVCache(1, group=rank, windows=[window], **dims)
+        s, result = cache.add(), []
+        for chunk in (130, 3, 0, 30, 140):
+            options = dict(causal=True, window_size=(window, 0), layout=name, dataflow=dataflow)
+            plan = cache.plan(s, chunk, deterministic=deterministic, **options)
+            plan.verify()
+            assert plan.seq_len_k == cache.lengths[s] + chunk
+            result.append([(plan.positions + plan.seq_len_k - plan.seq_len).tolist(), plan.positions_k.tolist()])
+            x = torch.zeros(1, len(plan.positions), 1, 4)
+            assert cache.extend(plan, 0, x, x)[0].shape[1] == len(plan.positions_k)
+        return result
+
+    for window, world_size in ((0, 2), (20, 3), (129, 2), (500, 1)):
+        chunks = zip(*virtual.run(world_size, lambda rank, window=window: body(rank, window)), strict=True)
+        for (start, stop), ranks in zip(itertools.pairwise([0, 130, 133, 133, 163, 303]), chunks, strict=True):
+            assert sorted(p for queries, _ in ranks for p in queries) == list(range(start, stop))
+            assert sorted(p for _, keys in ranks for p in keys) == list(range(max(0, start - window), stop))
+
+
 def test_few_new_tokens_travel_to_many_held_ones() -> None:
     rank = virtual.VirtualRank(0, 4, "cuda")
     held = layout.zigzag(causal(262_144), 4, 4)
@@ -747,8 +777,11 @@ def test_held_positions_are_checked() -> None:
             continue
         with pytest.raises(ValueError, match=message):
             ringattn.plan(4, rank, held=held)
-    with pytest.raises(ValueError, match=r"seq_len_k is 9, but the keys are those held and the new tokens: 10"):
+    with pytest.raises(ValueError, match=r"held has 6 positions, which must be each of -1 to 4 once: .* as seq_len_k"):
         ringattn.plan(4, rank, seq_len_k=9, held=[(range(6),), ()])
+    with pytest.raises(ValueError, match=r"no rank holds key 2, which the mask shows; pass it in held, or hide it"):
+        ringattn.plan(4, rank, seq_len_k=10, held=[(range(3, 6),), ()], causal=True, window_size=(4, 0))
+    ringattn.plan(4, rank, seq_len_k=10, held=[(range(3, 6),), ()], causal=True, window_size=(3, 0)).verify()
 
 
 def test_ranks_that_hold_other_tokens_are_named() -> None:

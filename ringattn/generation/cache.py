@@ -200,7 +200,7 @@ class KVCache:
         Args:
             new_tokens: queries, and keys that are added.
             options: those of :func:`ringattn.plan`; with ``window_size=(left, ...)`` and no other mask but ``causal``,
-                the keys are those that a query sees at all, and positions of the plan count from the first one.
+                ranks need to hold only the keys that a query sees at all.
 
         Raises:
             CacheFull: there is no room for the new tokens, on every rank.
@@ -223,7 +223,9 @@ class KVCache:
             others = ("mask", "cu_seqlens", "cu_seqlens_k", "documents")
             if left >= 0 and not options.get("prefix") and all(options.get(name) is None for name in others):
                 first = max(0, length - left)
-            held = [_before(tokens.since(first), length - first) for tokens in record.tokens]
+            if options.get("seq_len_k") is None:
+                options["seq_len_k"] = length + new_tokens
+            held = [tokens.between(first, length) for tokens in record.tokens]
         except Exception as error:  # of any kind: the other ranks must hear of it
             self.transport.begin("plan()", compares=True)
             self.transport.agree("plan()", {}, error)
@@ -486,8 +488,3 @@ def _left(window_size: object) -> int:
         return -1
     return window_size[0]
 
-
-def _before(shard: tuple[range, ...], position: int) -> tuple[range, ...]:
-    """Return the part of a shard before a position."""
-    parts = (run[: max(0, -(-(position - run.start) // run.step))] for run in shard)
-    return tuple(part for part in parts if part)

@@ -46,16 +46,13 @@ class Tokens:
         if index < 0:
             return 0
         run = self.runs[index]
-        return self.slots[index] + min(len(run), -(-(position - run.start) // run.step))
+        return self.slots[index] + min(len(run), _before(run, position))
 
-    def since(self, position: int) -> Shard:
-        """Return the runs of the tokens from a position on, which counts as 0."""
-        first = bisect_left(self.runs, position, key=lambda run: run[-1])
-        parts = []
-        for run in self.runs[first:]:
-            part = run[max(0, -(-(position - run.start) // run.step)) :]
-            parts.append(range(part.start - position, part.stop - position, part.step))
-        return tuple(parts)
+    def between(self, first: int, past: int) -> Shard:
+        """Return the runs of the tokens from position ``first`` on and before ``past``."""
+        runs = self.runs[bisect_left(self.runs, first, key=lambda run: run[-1]) :]
+        parts = (run[max(0, _before(run, first)) : max(0, _before(run, past))] for run in runs)
+        return tuple(part for part in parts if part)
 
     def positions(self, first: int, past: int) -> NDArray[np.int32]:
         """Return the positions of some slots."""
@@ -69,3 +66,8 @@ class Tokens:
         new = Tokens()
         new.runs, new.slots, new.count = self.runs.copy(), self.slots.copy(), self.count
         return new
+
+
+def _before(run: range, position: int) -> int:
+    """Return how many tokens of a run that went on for ever would stand before a position; less than 0 before it."""
+    return -(-(position - run.start) // run.step)
