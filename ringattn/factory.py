@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import choosing, plans
+from . import choosing, operators, plans
 from .agreement import hash_of
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
@@ -31,6 +31,21 @@ if TYPE_CHECKING:
 class Plan(plans.Plan):
     __doc__ = plans.Plan.__doc__
 
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole tensor on every rank, from each rank's part of it. Every rank must call this.
+
+        Differentiable: the gradient is the sum over ranks of what each one's loss says, which is right when the loss is
+        the **sum** of the ranks' losses. If every rank computes the same loss from the whole tensor, divide it by
+        ``world_size``.
+        """
+        operators.check_transforms("unshard()")
+        return operators.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
+
+    def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
+        operators.check_transforms("unshard()")
+        return operators.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
+
     def shift(self, x: Tensor, n: int = 1, dim: int = 1) -> Tensor:
         """Return, for each of this rank's tokens, the value of the token ``n`` before it (after it, for negative n),
         which another rank may hold; zero where the document or the row has no such token, and at padding. Every rank
@@ -41,14 +56,16 @@ class Plan(plans.Plan):
         """
         from . import tokens
 
+        operators.check_transforms("shift()")
         tokens.check_offset(self, n)
-        return torch.ops.ringattn.neighbours(x, [n], self._dim(x, dim, "shift()"), self.handle)[0]
+        return tokens.neighbours(x, [n], self._dim(x, dim, "shift()"), self.handle)[0]
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the causal depthwise convolution of this rank's tokens, across shards and within documents: see
         :func:`.tokens.halo.causal_convolution`."""
         from . import tokens
 
+        operators.check_transforms("convolve()")
         return tokens.causal_convolution(self, x, weight, bias)
 
     def heads(self, function: Callable[..., Any], *tensors: Tensor, heads_dim: int = 2) -> Any:
@@ -67,6 +84,7 @@ class Plan(plans.Plan):
         """
         from . import tokens
 
+        operators.check_transforms("heads()")
         return tokens.run_by_heads(self, function, tensors, heads_dim)
 
     def shard_batch(

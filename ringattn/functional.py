@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from . import operators
@@ -60,7 +59,8 @@ def attention(
         softcap and ALiBi; the sink is none of them. -inf for a head without visible pairs.
 
     Under autocast, q, k and v are cast to its dtype, as by torch's own attention. Gradients are complete for the
-    local tokens and never rescaled. They cannot be differentiated again, and there is no forward mode: both raise.
+    local tokens and never rescaled. They cannot be differentiated again, and there is no forward mode or vmap: these
+    raise. torch.func.grad and vjp work.
 
     Ranks compare their arguments, grad mode and training mode in the first call with them after ``plan()``. In later
     calls only those of one host detect that they are in different ones; RINGATTN_CHECK=1 compares every call
@@ -70,8 +70,7 @@ def attention(
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
-    if not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0:
-        raise NotImplementedError("ringattn has no forward-mode derivative (jvp, linearize); use backward or vjp")
+    operators.check_transforms("attention()")
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
     try:

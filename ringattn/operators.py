@@ -7,17 +7,20 @@ modification go through as handles (ints).
 
 In a plain eager call (no compiler, profiler, dispatch mode or tensor subclass) :func:`attend` calls an
 autograd.Function directly: the torch.library dispatch would take longer than a short attention. Such a call has a
-:func:`signature`; on the GPU it is recorded, and replayed when it repeats (:mod:`.program`).
+:func:`signature`; on the GPU it is recorded, and replayed when it repeats (:mod:`.program`). In a transform of
+torch.func an autograd.Function calls the operator (:func:`differentiable`), because torch refuses the autograd of
+operators there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.autograd.profiler as profiler
 from torch import Tensor
 
@@ -42,12 +45,12 @@ Signature = tuple[object, ...] | None
 
 def attend(known: Signature, plan: Plan, *inputs):  # type: ignore[no-untyped-def]
     """Return ``(out, lse)``; ``inputs`` are those of ``torch.ops.ringattn.attention``, ``known`` is their signature."""
-    return torch.ops.ringattn.attention(*inputs) if known is None else _apply(known, plan, *inputs)
+    return _attend_operator(*inputs) if known is None else _apply(known, plan, *inputs)
 
 
 def attend_max(known: Signature, plan: Plan, *inputs):  # type: ignore[no-untyped-def]
     """Return ``(out, lse, largest)``; ``inputs`` are those of ``torch.ops.ringattn.attention_max``."""
-    return torch.ops.ringattn.attention_max(*inputs) if known is None else _AttendMax.apply(known, plan, *inputs)
+    return _attend_max_operator(*inputs) if known is None else _AttendMax.apply(known, plan, *inputs)
 
 
 def signature(tensors: Sequence[Tensor | None], *values: object) -> Signature:
@@ -72,6 +75,112 @@ def _is_plain_eager(*tensors: Tensor | None) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and _PLAIN.issuperset(map(type, tensors))
     )
+
+
+def check_transforms(what: str, differentiable: bool = True) -> None:
+    """Check that no transform of torch.func is active that a call has no rule for.
+
+    Args:
+        differentiable: torch.func.grad and vjp have one.
+
+    Raises:
+        NotImplementedError: vmap, forward mode; what is not differentiable in any.
+    """
+    if torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(f"{what} has no rule for torch.func and torch.compile together; leave one of them out")
+        return
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        _refuse_forward_mode(what)
+    if torch._C._are_functorch_transforms_active():
+        if _innermost() == torch._C._functorch.TransformType.Vmap:
+            _refuse_vmap(what)
+        if not differentiable:
+            raise NotImplementedError(f"{what} has no rule for torch.func; call it outside of its transforms")
+
+
+def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:
+    """Check that no gradient is expected of a call that has none.
+
+    Raises:
+        ValueError: grad mode is on, and one of these tensors requires grad.
+        NotImplementedError: a transform of torch.func is active.
+    """
+    check_transforms(what, differentiable=False)
+    if torch.is_grad_enabled():
+        wrong = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
+        if wrong:
+            raise ValueError(
+                f"{what} has no gradients, but {', '.join(wrong)} require grad; call it under torch.no_grad() or "
+                "torch.inference_mode()"
+            )
+
+
+def _refuse_forward_mode(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} has no forward-mode derivative (jvp, jacfwd, hessian, linearize); use backward, torch.func.grad or vjp"
+    )
+
+
+def _refuse_vmap(what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} has no rule for vmap, which jacrev and is_grads_batched call, too: make the mapped dimension part of the "
+        "batch; for rows of a Jacobian call torch.func.vjp once for each"
+    )
+
+
+def differentiable(
+    what: str, operator: Any, setup_context: Callable[..., None], gradients: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Register the autograd of an operator, as torch.library does, and return a function that calls it, in transforms of
+    torch.func, too.
+
+    Args:
+        what: the call, for errors.
+    """
+    operator.register_autograd(gradients, setup_context=setup_context)
+    namespace, name = operator._qualname.split("::")
+    op = getattr(getattr(torch.ops, namespace), name)
+    rules = dict(
+        forward=lambda *inputs: op(*inputs),
+        setup_context=setup_context,
+        backward=gradients,
+        vmap=lambda *_: _refuse_vmap(what),
+        jvp=lambda *_: _refuse_forward_mode(what),
+    )
+    function: Any = type(name, (torch.autograd.Function,), {rule: staticmethod(f) for rule, f in rules.items()})
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return op(*inputs)
+        check_batched_gradients(what, inputs[0])
+        transforms = torch._C._are_functorch_transforms_active()
+        if transforms and _innermost() != torch._C._functorch.TransformType.Functionalize:
+            return function.apply(*inputs)
+        return op(*inputs)
+
+    return call
+
+
+def differentiable_once(what: str, operator: Any) -> Callable[..., Any]:
+    """Do what :func:`differentiable` does for the operator of a backward, which refuses to be differentiated."""
+
+    def gradients(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(f"{what} cannot be differentiated twice: {operator._qualname} has no derivative")
+
+    return differentiable(f"{what} backward", operator, lambda ctx, inputs, output: None, gradients)
+
+
+def check_batched_gradients(what: str, x: Tensor) -> None:
+    """Raise NotImplementedError for a tensor of ``torch.autograd.grad(is_grads_batched=True)``."""
+    if torch._C._functorch.is_legacy_batchedtensor(x):
+        _refuse_vmap(what)
+
+
+def _innermost() -> object:
+    """Return the kind of the innermost transform of torch.func."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return None if innermost is None else innermost.key()
 
 
 def _score(
@@ -318,6 +427,9 @@ def _attention_backward_fake(  # type: ignore[no-untyped-def]
     return like(q), like(k), like(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
+_backward_operator = differentiable_once("attention()", _attention_backward)
+
+
 def _save(ctx, inputs, output, plan: Plan | None = None) -> None:  # type: ignore[no-untyped-def]
     q, k, v, alibi_slopes, sink, *numbers, plan_handle, score_mod, _ = inputs
     ctx.score_mod = ScoreMod.by_handle(score_mod) if score_mod else None  # alive until the backward has run
@@ -337,9 +449,10 @@ def _gradients(ctx, dout, dlse, dlargest=None):  # type: ignore[no-untyped-def]
         dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse, alibi_slopes, sink)
     # With create_graph the operator, which refuses to be differentiated; a plain function would drop the graph.
+    check_batched_gradients("attention() backward", dout)
     known = None if ctx.plan is None or torch.is_grad_enabled() else signature(tensors, *ctx.numbers[:-1])
     if known is None:
-        dq, dk, dv, dsink = torch.ops.ringattn.attention_backward(*tensors, *ctx.numbers)
+        dq, dk, dv, dsink = _backward_operator(*tensors, *ctx.numbers)
     else:
         dq, dk, dv, dsink = _differentiate(known, ctx.plan, tensors, *ctx.numbers)
     return dq, dk, dv, None, None if sink is None else dsink, *[None] * 6
@@ -377,8 +490,9 @@ class _AttendMax(_Attend):
         return None, None, *_gradients(ctx, dout, dlse)
 
 
-for _operator in (_attention, _attention_max):
-    _operator.register_autograd(_gradients, setup_context=_save)
+_attend_operator, _attend_max_operator = (
+    differentiable("attention()", operator, _save, _gradients) for operator in (_attention, _attention_max)
+)
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -457,14 +571,17 @@ def resized(x: Tensor, dim: int, size: int) -> Tensor:
     return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
 
+_sum_shards = differentiable_once("unshard()", _unshard_backward)
+
+
 def _unshard_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, ctx.dim, ctx.of_keys, _, ctx.plan = inputs
     ctx.local = x.shape[ctx.dim]
 
 
 def _unshard_gradients(ctx, dwhole):  # type: ignore[no-untyped-def]
-    dx = torch.ops.ringattn.unshard_backward(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
+    dx = _sum_shards(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
     return dx, None, None, None, None
 
 
-_unshard.register_autograd(_unshard_gradients, setup_context=_unshard_save)
+unshard = differentiable("unshard()", _unshard, _unshard_save, _unshard_gradients)

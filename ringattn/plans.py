@@ -206,19 +206,6 @@ class Plan:
         """Return this rank's part of a whole tensor of keys' tokens, as :meth:`shard` does for queries'."""
         return self._shard(x, dim, self.shards_k, "seq_len_k")
 
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole tensor on every rank, from each rank's part of it. Every rank must call this.
-
-        Differentiable: the gradient is the sum over ranks of what each one's loss says, which is right when the loss is
-        the **sum** of the ranks' losses. If every rank computes the same loss from the whole tensor, divide it by
-        ``world_size``.
-        """
-        return torch.ops.ringattn.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
-
-    def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
-        return torch.ops.ringattn.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
-
     def _dim(self, x: Tensor, dim: int, what: str = "unshard()") -> int:
         if x.ndim and not -x.ndim <= dim < x.ndim:
             error = IndexError(f"{what} got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens")

@@ -14,7 +14,7 @@ from ..factory import Plan
 from ..factory import plan as make_plan
 from ..kernels.paged.operands import E4M3, NEW_TOKENS
 from ..layouts.shards import length as shard_length
-from ..operators import as_autocast, autocast_dtype
+from ..operators import as_autocast, autocast_dtype, check_no_gradients
 from ..transport import group as transports
 from .chunk import Chunk
 from .pages import Copy, Kind
@@ -238,7 +238,6 @@ class KVCache:
         self._plans[plan] = chunk, first
         return plan
 
-    @torch.no_grad()  # or the cache would keep the graphs of all that was written
     def extend(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Write this rank's shards of new keys and values to their pages of a layer; return all that this rank holds of
         the plan's keys, for :func:`ringattn.attention`.
@@ -249,17 +248,18 @@ class KVCache:
             v: (1, local tokens, kv_heads, head_dim_v); not read, and may be left out, where values are shared.
 
         Returns:
-            Keys and values (1, local keys, kv_heads, ...): views of the pages where these neighbour each other, copies
-            otherwise. Those of an e4m3 cache are what it stores, the new ones too, in the dtype of k.
+            Keys and values (1, local keys, kv_heads, ...): views of the pages where these neighbour each other, which
+            are not to be changed, copies otherwise. Those of an e4m3 cache are what it stores, the new ones too, in the dtype of k.
 
         Raises:
             CacheFull: other sequences took the room since :meth:`plan`; on every rank, and nothing has changed.
-            ValueError, TypeError: the value, what was expected and the fix.
+            ValueError, TypeError: the value, what was expected and the fix; k or v that require grad under grad mode.
         """
         auto = autocast_dtype(self._memory.positions.device)
         if auto is not None and self._memory.pools[0].accepts(auto) == auto:
             k, v = as_autocast(k, k if v is None else v)
         try:
+            check_no_gradients("extend()", dict(k=k, v=v))  # the cache would keep the graphs of all that was written
             chunk, first = self._check_extend(plan, layer, k, v)
             if not chunk.layers:
                 self._start(chunk)

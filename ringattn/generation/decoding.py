@@ -22,7 +22,7 @@ from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
-from ..operators import as_autocast, autocast_dtype, no_autocast
+from ..operators import as_autocast, autocast_dtype, check_no_gradients, no_autocast
 from ..transport.group import Transport
 
 HEADS = ("all", "scattered")
@@ -53,7 +53,6 @@ class DecodingStep(Protocol):
         ...
 
 
-@torch.no_grad()
 def decode(
     q: Tensor,
     k: Tensor,
@@ -91,7 +90,8 @@ def decode(
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
         score_mod: any other elementwise change of scores, as in attention(); on the eager kernel.
 
-    Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated. The step may be
+    Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated: call it under
+    torch.no_grad() or torch.inference_mode(). The step may be
     captured in a CUDA graph; a call makes at most one collective.
 
     Returns:
@@ -99,7 +99,8 @@ def decode(
         logarithm, float32 (float64 for float64 inputs). A row without a sequence has out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent.
+        TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent; tensors that
+            require grad under grad mode.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
     if not hasattr(step, "new_tokens"):
@@ -112,6 +113,7 @@ def decode(
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same tables
     try:
         tensors = dict(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+        check_no_gradients("decode()", tensors)
         of_score = dict(softmax_scale=softmax_scale, softcap=softcap)
         _check_types(tensors, of_score, dict(heads=heads, kernel=kernel), fixed_split)
         cast = autocast_dtype(q.device)
@@ -150,7 +152,7 @@ def decode(
     transport.begin("decode()", details=f"layer={layer}, {details}")
     step.compare(q, layer)
     try:
-        with no_autocast(q):  # the state is float32, whatever the caller's region says
+        with torch.no_grad(), no_autocast(q):  # the state is float32, whatever the caller's region says
             backend.write(k, v, pool, tables, call.tree)
             if transport.world_size == 1:
                 out, lse = cascade.output(backend, q, pool, tables, score, call)

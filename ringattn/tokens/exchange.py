@@ -7,14 +7,12 @@ and the other way round: both only move elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from .. import plans
 from ..layouts.shards import put, take
-from ..operators import all_to_all, resized, wrong_device
+from ..operators import all_to_all, differentiable, differentiable_once, resized, wrong_device
 from ..plans import Plan
 from .halo import Halo, halo
 from .heads import heads_of
@@ -102,16 +100,19 @@ def _neighbours_backward_fake(dout, offsets, dim, plan_handle):  # type: ignore[
     return dout.new_empty(dout.shape[1:])
 
 
+_add_neighbours = differentiable_once("shift()", _neighbours_backward)
+
+
 def _neighbours_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, ctx.offsets, ctx.dim, ctx.plan = inputs
 
 
 def _neighbours_gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    dx = torch.ops.ringattn.neighbours_backward(dout.contiguous(), ctx.offsets, ctx.dim, ctx.plan)
+    dx = _add_neighbours(dout.contiguous(), ctx.offsets, ctx.dim, ctx.plan)
     return dx, None, None, None
 
 
-_neighbours.register_autograd(_neighbours_gradients, setup_context=_neighbours_save)
+neighbours = differentiable("shift()", _neighbours, _neighbours_save, _neighbours_gradients)
 
 
 # --- Tokens of all heads, and heads of all tokens ------------------------------------------------------
@@ -166,12 +167,13 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.arguments = inputs[1:]
 
 
-def _inverse(name: str) -> Callable[..., tuple[Tensor, None, None, None]]:
-    def gradients(ctx, dout):  # type: ignore[no-untyped-def]
-        return getattr(torch.ops.ringattn, name)(dout.contiguous(), *ctx.arguments), None, None, None
-
-    return gradients
+def _to_heads_gradients(ctx, dout):  # type: ignore[no-untyped-def]
+    return to_tokens(dout.contiguous(), *ctx.arguments), None, None, None
 
 
-_to_heads.register_autograd(_inverse("to_tokens"), setup_context=_save)
-_to_tokens.register_autograd(_inverse("to_heads"), setup_context=_save)
+def _to_tokens_gradients(ctx, dout):  # type: ignore[no-untyped-def]
+    return to_heads(dout.contiguous(), *ctx.arguments), None, None, None
+
+
+to_heads = differentiable("heads()", _to_heads, _save, _to_heads_gradients)
+to_tokens = differentiable("heads()", _to_tokens, _save, _to_tokens_gradients)

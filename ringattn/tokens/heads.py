@@ -29,7 +29,9 @@ def run_by_heads(plan: Any, function: Callable[..., Any], tensors: tuple[Tensor,
         if not torch.compiler.is_compiling():
             plan.refuse("heads()", error)
         raise
-    whole = [torch.ops.ringattn.to_heads(x, heads_dim, groups, plan.handle) for x in tensors]
+    from .exchange import to_heads, to_tokens  # which import this module
+
+    whole = [to_heads(x, heads_dim, groups, plan.handle) for x in tensors]
     try:
         outputs = function(*whole)
         several = outputs if isinstance(outputs, tuple | list) else (outputs,)
@@ -38,7 +40,7 @@ def run_by_heads(plan: Any, function: Callable[..., Any], tensors: tuple[Tensor,
         if not torch.compiler.is_compiling():
             plan.transport.note_failure(error)
         raise
-    results = tuple(torch.ops.ringattn.to_tokens(y, heads_dim, groups, plan.handle) for y in several)
+    results = tuple(to_tokens(y, heads_dim, groups, plan.handle) for y in several)
     return results if isinstance(outputs, tuple | list) else results[0]
 
 
