@@ -62,7 +62,7 @@ class Plan(plans.Plan):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the causal depthwise convolution of this rank's tokens, across shards and within documents: see
-        :func:`.tokens.halo.causal_convolution`."""
+        :func:`.tokens.shift.causal_convolution`."""
         from . import tokens
 
         operators.check_transforms("convolve()")

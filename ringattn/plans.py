@@ -169,7 +169,7 @@ class Plan:
             or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):  # what is made is a part of a graph, or fake: not to be kept
             return positions(self)
-        self.transport.follow()
+        self.transport.calls.follow(device)
         return self.once(positions).clone()
 
     def note_split(self) -> None:

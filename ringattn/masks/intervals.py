@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..memo import lasting
-
 FAR = 1 << 40  # further than any position, and i + FAR does not overflow
 
 
@@ -159,9 +157,8 @@ class Intervals(Mask):
     right: Tensor
 
     def __post_init__(self) -> None:
-        with lasting():  # plans keep masks, and callers may change the tensors that a mask was made of
-            for name in ("first", "low", "high", "left", "right"):
-                object.__setattr__(self, name, getattr(self, name).clone())
+        for name in ("first", "low", "high", "left", "right"):  # plans keep masks; callers may change their tensors
+            object.__setattr__(self, name, getattr(self, name).clone())
 
     @property
     def members(self) -> tuple[Intervals, ...]:

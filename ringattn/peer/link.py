@@ -151,7 +151,8 @@ class Link:
         """Return the region of ``KEYS`` or ``GRADIENTS``, with at least ``size`` bytes on every rank."""
         region = self._regions[which]
         if region is None or size > len(region.memory):
-            region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
+            with lasting():
+                region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
             self._forget()
         return region
 

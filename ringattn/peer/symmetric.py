@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..memo import lasting
-
 
 class SymmetricMemory:
     """An allocator of memory of the same size on every rank of a group, which those of one host can read and write.
@@ -46,7 +44,6 @@ class SymmetricMemory:
         _references.append((store, own))
         self._device, self._name, self._alone, self._gather = device, name, len(ranks) == 1, weakref.WeakMethod(gather)
 
-    @lasting()
     def __call__(self, size: int) -> tuple[Tensor, list[int], object]:
         """Return this rank's memory, zeroed, (size,) uint8; the address of every rank's; what keeps them mapped.
 

@@ -15,7 +15,6 @@ from ..layouts.shards import put, take
 from ..operators import all_to_all, differentiable, differentiable_once, resized, wrong_device
 from ..plans import Plan
 from .halo import Halo, halo
-from .heads import heads_of
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 
@@ -116,6 +115,11 @@ neighbours = differentiable("shift()", _neighbours, _neighbours_save, _neighbour
 
 
 # --- Tokens of all heads, and heads of all tokens ------------------------------------------------------
+
+
+def heads_of(groups: int, rank: int, world_size: int) -> range:
+    """Return the groups of heads that a rank computes: as equal as they can be."""
+    return range(groups * rank // world_size, groups * (rank + 1) // world_size)
 
 
 def _heads(plan: Plan, heads: int, groups: int) -> list[range]:

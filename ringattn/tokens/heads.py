@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def heads_of(groups: int, rank: int, world_size: int) -> range:
-    """Return the groups of heads that a rank computes: as equal as they can be."""
-    return range(groups * rank // world_size, groups * (rank + 1) // world_size)
+from .exchange import heads_of, to_heads, to_tokens
 
 
 def run_by_heads(plan: Any, function: Callable[..., Any], tensors: tuple[Tensor, ...], heads_dim: int) -> Any:
@@ -29,8 +26,6 @@ def run_by_heads(plan: Any, function: Callable[..., Any], tensors: tuple[Tensor,
         if not torch.compiler.is_compiling():
             plan.refuse("heads()", error)
         raise
-    from .exchange import to_heads, to_tokens  # which import this module
-
     whole = [to_heads(x, heads_dim, groups, plan.handle) for x in tensors]
     try:
         outputs = function(*whole)

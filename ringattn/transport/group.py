@@ -51,10 +51,8 @@ class Transport:
         device: of the tensors that the group sends by default.
         serial: a number that differs between the transports of one process.
         hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
-        sent_to: the bytes sent to each rank, over all calls of :meth:`start`.
-        sent_bytes, sent_messages: sums over all calls of :meth:`start`.
-        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on more than one rank, and of merges
-            by :meth:`mailbox`.
+        sent_to, sent_bytes, sent_messages: of all calls of :meth:`start`: the bytes to each rank, and sums.
+        collectives: number of calls of :meth:`all_reduce` and :meth:`all_gather` on several ranks, and of merges.
         plans_made: number of calls of :func:`ringattn.plan`.
         ranks: the numbers of all ranks in the whole job, () if these are the same.
         calls_agreed: the calls, with their shapes and settings, that all ranks have compared.
@@ -88,7 +86,6 @@ class Transport:
     calls: Calls = field(default_factory=Calls)
     checks: bool = field(default_factory=lockstep.every_call)
     splits: Memo[tuple[Any, ...]] = field(default_factory=lambda: Memo(64))
-    _stream: torch.cuda.Stream | None = None  # of the latest call
 
     def begin(
         self, call: str, dataflow: str = "", timeout: float | None = None, details: str = "", compares: bool = False
@@ -107,25 +104,11 @@ class Transport:
             RankFailed: another rank of this host has refused its arguments in this call.
         """
         self.check_usable()
-        self.follow()
+        self.calls.follow(self.device)
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
         text = f"{call}, {details}" if details else call
         self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
-
-    def follow(self) -> None:
-        """Make the current stream of the GPU wait for that of the call before, if it is another one: calls share tables
-        and counters, which the first of them made on its stream. A capture may wait for no other stream, and comes
-        after all work of the GPU."""
-        if not torch.cuda.is_initialized():
-            return
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        last, raw = self._stream, torch._C._cuda_getCurrentRawStream(index)  # current_stream() makes an object
-        if (last is not None and last.cuda_stream == raw) or torch.cuda.is_current_stream_capturing():
-            return
-        self._stream = torch.cuda.current_stream(index)
-        if last is not None and last.device == self._stream.device:
-            self._stream.wait_stream(last)
 
     def refuse(self, call: str, error: Exception) -> None:
         """Report invalid arguments in a call that ranks do not compare; the group is unusable from then on."""

@@ -59,12 +59,27 @@ class Calls:
 
     number: int = 0
     digest: int = 0
+    _stream: torch.cuda.Stream | None = None  # of the latest one
 
     def begin(self, call: str, compares: bool) -> CallMark:
         """Count a call. ``call`` is a text of what all ranks have in common in it."""
         self.number += 1
         self.digest = zlib.crc32(call.encode(), self.digest)
         return CallMark(self.number, self.digest, compares)
+
+    def follow(self, device: torch.device) -> None:
+        """Make the current stream of the GPU wait for that of the call before, if it is another one: calls share tables
+        and counters, which the first of them made on its stream. A capture may wait for no other stream, and comes
+        after all work of the GPU."""
+        if not torch.cuda.is_initialized():
+            return
+        index = torch.cuda.current_device() if device.index is None else device.index
+        last, raw = self._stream, torch._C._cuda_getCurrentRawStream(index)  # current_stream() makes an object
+        if (last is not None and last.cuda_stream == raw) or torch.cuda.is_current_stream_capturing():
+            return
+        self._stream = torch.cuda.current_stream(index)
+        if last is not None and last.device == self._stream.device:
+            self._stream.wait_stream(last)
 
     def begin_refused(self, call: str) -> CallMark:
         """Count a call whose arguments this rank refuses, perhaps with another error than other ranks."""
