@@ -18,7 +18,7 @@ from .agreement import hash_of
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .masks.intervals import Mask
-from .memo import Memo, lasting
+from .memo import Memo, lasting, untraced
 from .plan_arguments import ADVICE, BUFFER_BYTES, Request
 from .transport import group as transports
 from .transport import lockstep
@@ -87,6 +87,7 @@ class Plan(plans.Plan):
         operators.check_transforms("heads()")
         return tokens.run_by_heads(self, function, tensors, heads_dim)
 
+    @untraced
     def shard_batch(
         self, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
     ) -> dict[str, Any]:
@@ -110,6 +111,7 @@ class Plan(plans.Plan):
         return shard_batch(self, batch, seq_dims=seq_dims)
 
 
+@untraced
 @lasting()
 def plan(
     seq_len: int,

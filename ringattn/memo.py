@@ -1,15 +1,17 @@
 """Results that outlive the call that made them: kept under a key (:class:`Memo`), and made outside of its modes
-(:func:`lasting`)."""
+(:func:`lasting`) and of compiled graphs (:func:`untraced`)."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _ABSENT: Any = object()
@@ -21,6 +23,9 @@ def lasting() -> Iterator[None]:
     tensors autograd refuses; of transforms of torch.func, fake tensors and other dispatch modes, whose tensors are of no
     use after them; and of default devices."""
     with ExitStack() as outside:
+        if torch.compiler.is_compiling():  # which traces no such contexts
+            yield
+            return
         if torch.is_inference_mode_enabled():
             outside.enter_context(torch.inference_mode(False))
         if torch._C._are_functorch_transforms_active():
@@ -34,6 +39,26 @@ def lasting() -> Iterator[None]:
         if torch._C._len_torch_function_stack():
             outside.enter_context(torch._C.DisableTorchFunction())
         yield
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep torch.compile out of a function that works on the host, as ``torch.compiler.disable`` does, which would import
+    the compiler: it breaks the graph there, and refuses it by name with ``fullgraph=True``."""
+    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        tracer = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(tracer)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        f"{function.__qualname__}() works on the host; call it outside of the compiled function"
+    )
+    return call
 
 
 class Memo(Generic[T]):

@@ -22,6 +22,7 @@ from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
+from ..memo import untraced
 from ..operators import as_autocast, autocast_dtype, check_no_gradients, no_autocast
 from ..transport.group import Transport
 
@@ -53,6 +54,7 @@ class DecodingStep(Protocol):
         ...
 
 
+@untraced
 def decode(
     q: Tensor,
     k: Tensor,

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from ..functional import check_scale, check_score, check_tensors, check_types, scale_of
 from ..kernels.contract import ScoreMod, accumulation_dtype
+from ..memo import untraced
 from ..operators import check_transforms
 from ..plans import Plan
 from . import strided as pitched
@@ -70,6 +71,7 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
     return target
 
 
+@untraced
 def attention(
     q: Tensor,
     k: Tensor,
@@ -105,10 +107,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
-        NotImplementedError: inside of torch.compile.
     """
-    if torch.compiler.is_compiling():
-        raise NotImplementedError("host memory cannot be traced; call it through torch.compiler.disable")
     check_transforms("host_memory.attention()", differentiable=False)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
