@@ -18,7 +18,7 @@ from .agreement import hash_of
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .masks.intervals import Mask
-from .memo import Memo, lasting, untraced
+from .memo import Memo, on_the_host, untraced
 from .plan_arguments import ADVICE, BUFFER_BYTES, Request
 from .transport import group as transports
 from .transport import lockstep
@@ -111,8 +111,7 @@ class Plan(plans.Plan):
         return shard_batch(self, batch, seq_dims=seq_dims)
 
 
-@untraced
-@lasting()
+@on_the_host
 def plan(
     seq_len: int,
     group: Any = None,

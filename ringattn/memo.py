@@ -45,9 +45,12 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     """Keep torch.compile out of a function that works on the host, as ``torch.compiler.disable`` does, which would import
     the compiler: it breaks the graph there, and refuses it by name with ``fullgraph=True``."""
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+    says = f"{function.__qualname__}() works on the host; call it outside of the compiled function"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():  # after a break, in the frame of this call: it is skipped
+            raise NotImplementedError(says)
         tracer = set_eval_frame(None)
         try:
             return function(*args, **kwargs)
@@ -55,10 +58,13 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
             set_eval_frame(tracer)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        f"{function.__qualname__}() works on the host; call it outside of the compiled function"
-    )
+    call._torchdynamo_disable_msg = says  # type: ignore[attr-defined]
     return call
+
+
+def on_the_host(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function of data on the host outside of the modes of its callers and of compiled graphs."""
+    return untraced(lasting()(function))
 
 
 class Memo(Generic[T]):

@@ -23,7 +23,7 @@ from .layouts import shards as layouts
 from .layouts.placement import Placement
 from .layouts.schedule import Schedule, Step
 from .masks.pairs import count_below
-from .memo import Memo
+from .memo import Memo, on_the_host
 from .plan_arguments import Request
 from .program import SIGNATURES, Programs
 from .shape import Shape
@@ -366,21 +366,25 @@ class Plan:
 
     # What users read
 
+    @on_the_host
     def visible(self, q_rank: int, k_rank: int) -> int:
         """Return how many (query, key) pairs of two ranks are visible, summed over the mask's rows: work, up to
         ``4 * heads * head_dim`` floating-point operations each in the forward."""
 
         return self.once(_visible, q_rank, k_rank)
 
+    @on_the_host
     def traffic(self, rank: int | None = None) -> tuple[int, int]:
         """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
         shards, contributions = self.flow.traffic(self, self.rank if rank is None else rank)
         return sum(shards), sum(contributions)
 
+    @on_the_host
     def traffic_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
         """Return the bytes that a rank sends in a forward or backward of one layer, see :class:`.shape.Shape`."""
         return sum(self.flow.traffic_bytes(self, Shape(**shape), backward, self.rank if rank is None else rank))
 
+    @on_the_host
     def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
         """Return the bytes that a rank sends to ranks of other nodes, so over the network, in a forward or backward of
         one layer. The rest of :meth:`traffic_bytes` stays inside of its node.
@@ -398,12 +402,14 @@ class Plan:
         node = next(ranks for ranks in self.nodes if rank in ranks)
         return sum(count for peer, count in enumerate(sent) if peer not in node)
 
+    @on_the_host
     def memory_bytes(self, *, backward: bool = False, **shape: int) -> int:
         """Return the predicted peak of what one attention allocates on this rank in addition to its inputs and results;
         ``shape``: :class:`.shape.Shape`. Not counted are gradients of parts of a group of query heads that the Hopper
         backward sums afterwards where there are few keys and key heads: up to 0.1 GB at head dim 128."""
         return self.flow.memory_bytes(self, Shape(**shape), backward)
 
+    @on_the_host
     def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
         """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
         "auto" chose this dataflow.
@@ -413,6 +419,7 @@ class Plan:
         """
         return self.flow.describe(self, Shape(**shape), tflops, gigabytes_per_second)
 
+    @on_the_host
     def verify(self) -> None:
         """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has its
         receive in the same order, every contribution comes home exactly once.

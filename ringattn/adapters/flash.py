@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..functional import attention
+from ..memo import untraced
 from ..plans import Plan
 from .recomputation import Scope
 from .same_mask import check_causal, check_documents, check_dropout, check_window
@@ -23,6 +24,7 @@ _plans: Scope[Plan] = Scope(
 )
 
 
+@untraced
 def use(plan: Plan) -> AbstractContextManager[None]:
     """Return a context in which the functions of :mod:`ringattn.flash` attend with ``plan``, in this thread.
 

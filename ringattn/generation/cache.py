@@ -14,7 +14,7 @@ from ..factory import Plan
 from ..factory import plan as make_plan
 from ..kernels.paged.operands import E4M3, NEW_TOKENS
 from ..layouts.shards import length as shard_length
-from ..memo import untraced
+from ..memo import on_the_host, untraced
 from ..operators import as_autocast, autocast_dtype, check_no_gradients
 from ..transport import group as transports
 from .chunk import Chunk
@@ -60,7 +60,7 @@ class KVCache:
         ValueError, TypeError: the value, what was expected and the fix; arguments that differ between ranks.
     """
 
-    @untraced
+    @on_the_host
     def __init__(
         self,
         layers: int,
@@ -123,12 +123,12 @@ class KVCache:
         """Tokens of each sequence, on all ranks together; those of a step that advances as of its last ``sync()``."""
         return self._slots.lengths
 
-    @untraced
+    @on_the_host
     def add(self) -> int:
         """Return the number of a new sequence, which has no tokens."""
         return self._slots.add()
 
-    @untraced
+    @on_the_host
     def fork(self, sequence: int) -> int:
         """Return a new sequence with the tokens of another one. They share all pages; a shared page that is written
         later is copied first."""
@@ -138,14 +138,14 @@ class KVCache:
         self._changed([sequence], "was forked", outdated=True)
         return number
 
-    @untraced
+    @on_the_host
     def free(self, sequence: int) -> None:
         """Forget a sequence, and free the pages that no other one shares."""
         self._slots.free(sequence)
         self._chunks.pop(sequence, None)
         self._changed([sequence], "was freed")
 
-    @untraced
+    @on_the_host
     def crop(self, sequence: int, length: int) -> None:
         """Keep the first ``length`` tokens of a sequence. With windows, at most the last 64 tokens may go.
 
@@ -159,7 +159,7 @@ class KVCache:
         self._slots.cut(sequence, length)
         self._changed([sequence], "was cut")
 
-    @untraced
+    @on_the_host
     def reorder(self, sequences: Sequence[int], order: Sequence[int]) -> list[int]:
         """Return the sequences of a beam search after a selection: entry i goes on from ``sequences[order[i]]``. It is
         that sequence where it is the first to do so, and a fork of it otherwise; sequences that nothing goes on from
@@ -181,7 +181,7 @@ class KVCache:
                 self.free(number)
         return result
 
-    @untraced
+    @on_the_host
     def reserve(self, sequences: Iterable[int], tokens: int, new_tokens: int = 1) -> None:
         """Make room for ``tokens`` more tokens of each sequence, in steps of ``new_tokens``, on every rank. A step that
         is captured or advanced needs it; one that exists reads the new page tables in its ``sync()``.
@@ -199,7 +199,7 @@ class KVCache:
 
     # Prompts
 
-    @untraced
+    @on_the_host
     def plan(self, sequence: int, new_tokens: int, **options: Any) -> Plan:
         """Plan the attention of the next tokens of a sequence to themselves and to all that ranks hold of it.
 
@@ -341,7 +341,7 @@ class KVCache:
 
     # Steps
 
-    @untraced
+    @on_the_host
     def step(self, sequences: Sequence[int | None], new_tokens: int = 1) -> Step:
         """Make room for the next tokens of some sequences on every rank, and return the tables by which
         :func:`ringattn.decode` writes and attends.
@@ -368,7 +368,7 @@ class KVCache:
 
     # What users read
 
-    @untraced
+    @on_the_host
     def describe(self, q_heads: int | None = None) -> str:
         """Return as text the bytes of a rank, the tokens that fit, free pages, and the predicted time of a step of one
         token of every sequence: reading the keys and values, and one exchange per layer. Predictions are arithmetic

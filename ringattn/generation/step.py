@@ -24,7 +24,7 @@ from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
 from ..kernels.paged.operands import StepState, tile_size
 from ..kernels.upload import upload
-from ..memo import lasting, untraced
+from ..memo import on_the_host
 from ..transport.group import Transport
 from .decoding import LayerStep
 from .pages import NONE
@@ -51,7 +51,6 @@ class Step:
         is_ahead: whether :meth:`advance` was called since the allocator was told.
     """
 
-    @lasting()
     def __init__(
         self,
         transport: Transport,
@@ -122,7 +121,7 @@ class Step:
             self._room = min(left, default=1 << 31) - (not self._counted)
         return self._room - self._advanced
 
-    @untraced
+    @on_the_host
     def keep(self, accepted: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Keep some of the new tokens, the same on every rank; the others are forgotten. Waits for a tensor of a GPU.
 
@@ -146,7 +145,7 @@ class Step:
             self._slots.count(row, len(paths[row.sequence]))
         self.refuse("the step was kept: its tokens are in the cache; make the next one with cache.step()")
 
-    @untraced
+    @on_the_host
     def advance(self) -> None:
         """Count the new tokens and move all tables on to the next ones: one launch, which a graph can capture.
 
@@ -165,7 +164,7 @@ class Step:
         backends.advance(self.state)
         self.is_ahead = True
 
-    @untraced
+    @on_the_host
     def sync(self) -> None:
         """Tell the cache how far :meth:`advance` and replays of it have come, and read its page tables again, for
         example after ``cache.reserve()``. Waits for the GPU. The step is ready for the next tokens then.

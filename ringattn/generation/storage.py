@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged.operands import E4M3, Pool
-from ..memo import lasting
 from .pages import Copy, Kind
 
 
@@ -62,7 +61,6 @@ class Memory:
         spare: of each kind, the page that is in no table.
     """
 
-    @lasting()
     def __init__(
         self, kinds: Sequence[Kind], kind_of: Sequence[int], token: TokenShape, page_size: int, device: torch.device
     ) -> None:

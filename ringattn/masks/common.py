@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..memo import on_the_host
 from .intervals import FAR, Intervals, Mask, Union
 
 
+@on_the_host
 def pieces(
     seq_len: int,
     seq_len_k: int,
@@ -50,16 +52,19 @@ def pieces(
     return Intervals(seq_len, seq_len_k, *fields)
 
 
+@on_the_host
 def full(seq_len: int, seq_len_k: int | None = None) -> Intervals:
     """Return the mask in which every query sees every key."""
     return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k)
 
 
+@on_the_host
 def causal(seq_len: int, seq_len_k: int | None = None) -> Intervals:
     """Return the causal mask: key j is visible to aligned position a iff j <= a."""
     return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, right=0)
 
 
+@on_the_host
 def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) -> Intervals:
     """Return a sliding window: ``a - left <= j <= a + right``; -1 means unbounded, as in flash-attn.
 
@@ -77,6 +82,7 @@ def window(seq_len: int, left: int, right: int, seq_len_k: int | None = None) ->
     )
 
 
+@on_the_host
 def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Intervals:
     """Return the mask of a prefix-LM: the first ``length`` keys are visible to every query, the others causally.
 
@@ -98,6 +104,7 @@ def prefix(seq_len: int, length: int, seq_len_k: int | None = None) -> Intervals
     )
 
 
+@on_the_host
 def packed(
     cu_seqlens: Sequence[int] | Tensor,
     seq_len: int,
@@ -179,6 +186,7 @@ def _last(bounds: Sequence[int] | Tensor) -> int:
     return int(bounds[-1]) if len(bounds) else 0
 
 
+@on_the_host
 def documents(ids: Tensor, seq_len: int) -> Intervals:
     """Return the mask of packed documents that differ by row: ``ids`` (batch, seq_len) integers, -1 for padding.
 
@@ -226,6 +234,7 @@ def documents(ids: Tensor, seq_len: int) -> Intervals:
     return Intervals(seq_len, seq_len, first, low, high, left, right)
 
 
+@on_the_host
 def rows(masks: Sequence[Mask]) -> Mask:
     """Return the mask whose row b of the batch is ``masks[b]``, for batches whose rows differ.
 
@@ -260,6 +269,7 @@ def _stacked(seq_len: int, seq_len_k: int, members: Sequence[Intervals]) -> Inte
     return Intervals(seq_len, seq_len_k, *fields)
 
 
+@on_the_host
 def nothing(seq_len: int, seq_len_k: int | None = None) -> Intervals:
     """Return the mask in which no query sees any key."""
     return pieces(seq_len, seq_len if seq_len_k is None else seq_len_k, low=0, high=0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..memo import on_the_host
 from .common import nothing, pieces
 from .intervals import FAR, Mask
 
@@ -31,6 +32,7 @@ class Slice(NamedTuple):
         return start, max(start, min(self.high, query + self.right + 1))
 
 
+@on_the_host
 def from_slices(
     q_ranges: Sequence[tuple[int, int]] | Tensor,
     k_ranges: Sequence[tuple[int, int]] | Tensor,

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..memo import on_the_host
 from .common import boundaries, full, nothing, packed, pieces, rows, window
 from .intervals import FAR, Intervals, Mask
 
 
+@on_the_host
 def chunked(seq_len: int, size: int, documents: Mask | None = None) -> Mask:
     """Return attention inside chunks of ``size`` positions, such as the local layers of Llama 4: ``& causal(seq_len)``.
 
@@ -27,6 +29,7 @@ def chunked(seq_len: int, size: int, documents: Mask | None = None) -> Mask:
     return chunks if documents is None else chunks & documents
 
 
+@on_the_host
 def blocks(seq_len: int, size: int | Sequence[int] | Tensor, documents: Mask | None = None) -> Mask:
     """Return block-causal attention: queries see everything up to the end of their own block, as in video models and
     block diffusion.
@@ -72,6 +75,7 @@ def _documents_of(seq_len: int, documents: Mask | None) -> Intervals:
     return documents
 
 
+@on_the_host
 def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int = -1) -> Mask:
     """Return the causal mask in which the tokens of each span see each other both ways, as the patches of an image do.
 
@@ -119,6 +123,7 @@ def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int =
     return ends & pieces(seq_len, seq_len, first=begin(wide), low=alternate(-FAR, first), left=alternate(near, FAR))
 
 
+@on_the_host
 def spans_of(ids: Tensor) -> Tensor:
     """Return the spans of one row, (spans, 2): first and past of each run of neighbouring tokens of one id >= 0.
 
@@ -133,6 +138,7 @@ def spans_of(ids: Tensor) -> Tensor:
     return torch.stack([past - lengths, past], 1)[values >= 0]
 
 
+@on_the_host
 def sinks(seq_len: int, count: int, left: int, documents: Mask | None = None) -> Mask:
     """Return a causal window of ``left`` keys before each query, with the first ``count`` keys of its document visible
     from everywhere after them: attention sinks (Xiao et al. 2023, arXiv:2309.17453).
@@ -152,6 +158,7 @@ def sinks(seq_len: int, count: int, left: int, documents: Mask | None = None) ->
     return (window(seq_len, left, 0) & whole) | (early & whole)
 
 
+@on_the_host
 def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:
     """Return the mask of a tree of segments, such as a prompt and the answers to it: every token sees all tokens of the
     segments above its own, and its own segment up to itself.
@@ -195,6 +202,7 @@ def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Ma
     return whole
 
 
+@on_the_host
 def block_diffusion(seq_len: int, size: int) -> Mask:
     """Return the mask of rows ``[noisy | clean]``, of ``2 * seq_len`` tokens, for training block diffusion (Arriola et
     al. 2025, arXiv:2503.09573): a noisy block sees itself and the clean blocks before it, a clean block the clean ones
@@ -214,6 +222,7 @@ def block_diffusion(seq_len: int, size: int) -> Mask:
     return own | before
 
 
+@on_the_host
 def from_intervals(starts: Sequence[int] | Tensor, ends: Sequence[int] | Tensor, seq_len_k: int | None = None) -> Mask:
     """Return the mask in which query i of row b sees keys ``starts[b, i, c] <= j < ends[b, i, c]`` for every c.
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..agreement import Disagreement
 from ..masks.intervals import Intervals, Mask
-from ..memo import Memo
+from ..memo import Memo, untraced
 from ..transport.group import Transport
 
 IGNORE = -100  # a token without a target, as in torch.nn.functional.cross_entropy
@@ -62,6 +62,7 @@ class Begins(NamedTuple):
     real: Tensor
 
 
+@untraced
 def documents(batch: Mapping[str, Any]) -> Tensor | None:
     """Return ids of packed documents of whole rows, for ``ringattn.plan(documents=...)``: (batch, seq_len) int64, -1
     for padding; None if every row is one document without padding.

@@ -32,6 +32,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..memo import untraced
+
 Work = Callable[[int], int]
 BITS = 50  # of the work of all rows together: products with a density must fit into 64 bits
 DENSITY = 1024  # tokens that densities are given for
@@ -104,6 +106,7 @@ class Packing:
         )
 
 
+@untraced
 def pack(
     lengths: Iterable[int], seq_len: int, *, rows: int = 1, work: Work = causal_pairs, split: bool = False
 ) -> Packing:
@@ -134,6 +137,7 @@ def pack(
     return Packing([b.row() for step in _all_steps(pieces, rows, seq_len) for b in step], seq_len, rows)
 
 
+@untraced
 def pack_stream(
     lengths: Iterable[int],
     seq_len: int,
