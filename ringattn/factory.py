@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from . import choosing, operators, plans
@@ -38,13 +37,17 @@ class Plan(plans.Plan):
         the **sum** of the ranks' losses. If every rank computes the same loss from the whole tensor, divide it by
         ``world_size``.
         """
+        from . import tokens
+
         operators.check_transforms("unshard()")
-        return operators.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
+        return tokens.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
 
     def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
+        from . import tokens
+
         operators.check_transforms("unshard()")
-        return operators.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
+        return tokens.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
 
     def shift(self, x: Tensor, n: int = 1, dim: int = 1) -> Tensor:
         """Return, for each of this rank's tokens, the value of the token ``n`` before it (after it, for negative n),

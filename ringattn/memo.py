@@ -20,8 +20,8 @@ _ABSENT: Any = object()
 @contextmanager
 def lasting() -> Iterator[None]:
     """Make tensors that calls in any mode can use, whatever the modes of this one: outside of inference mode, whose
-    tensors autograd refuses; of transforms of torch.func, fake tensors and other dispatch modes, whose tensors are of no
-    use after them; and of default devices."""
+    tensors autograd refuses; of transforms of torch.func and of dispatch modes, as of fake tensors, whose tensors are
+    of no use after them; and of default devices."""
     with ExitStack() as outside:
         if torch.compiler.is_compiling():  # which traces no such contexts
             yield
@@ -42,8 +42,8 @@ def lasting() -> Iterator[None]:
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep torch.compile out of a function that works on the host, as ``torch.compiler.disable`` does, which would import
-    the compiler: it breaks the graph there, and refuses it by name with ``fullgraph=True``."""
+    """Keep torch.compile out of a function that works on the host, as ``torch.compiler.disable`` does, which would
+    import the compiler: it breaks the graph there, and refuses it by name with ``fullgraph=True``."""
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
     says = f"{function.__qualname__}() works on the host; call it outside of the compiled function"
 

@@ -1,4 +1,4 @@
-"""The operators of torch.library that attention() and Plan.unshard() call, and their autograd.
+"""The operators of torch.library that attention() calls, and their autograd; :mod:`.tokens.exchange` has the others.
 
 The operators are opaque to torch.compile (fake kernels give shapes, autograd is registered), so that there is no graph
 break, and a selective activation-checkpoint policy can save ``torch.ops.ringattn.attention``, whose recomputation would
@@ -14,7 +14,7 @@ operators there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -30,7 +30,6 @@ from .dataflow.base import Call
 from .kernels.backends import BACKENDS, choose
 from .kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from .kernels.delta import rounded
-from .layouts.shards import length, put, take
 from .plans import Begun, Plan
 
 # The first call allocates persistent tables, counters and buffers, which must not come from the memory pool of a CUDA
@@ -88,7 +87,9 @@ def check_transforms(what: str, differentiable: bool = True) -> None:
     """
     if torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(f"{what} has no rule for torch.func and torch.compile together; leave one of them out")
+            raise NotImplementedError(
+                f"{what} has no rule for torch.func and torch.compile together; leave one of them out"
+            )
         return
     if getattr(forward_ad, "_current_level", -1) >= 0:
         _refuse_forward_mode(what)
@@ -99,23 +100,6 @@ def check_transforms(what: str, differentiable: bool = True) -> None:
             raise NotImplementedError(f"{what} has no rule for torch.func; call it outside of its transforms")
 
 
-def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:
-    """Check that no gradient is expected of a call that has none.
-
-    Raises:
-        ValueError: grad mode is on, and one of these tensors requires grad.
-        NotImplementedError: a transform of torch.func is active.
-    """
-    check_transforms(what, differentiable=False)
-    if torch.is_grad_enabled():
-        wrong = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
-        if wrong:
-            raise ValueError(
-                f"{what} has no gradients, but {', '.join(wrong)} require grad; call it under torch.no_grad() or "
-                "torch.inference_mode()"
-            )
-
-
 def _refuse_forward_mode(what: str) -> NoReturn:
     raise NotImplementedError(
         f"{what} has no forward-mode derivative (jvp, jacfwd, hessian, linearize); use backward, torch.func.grad or vjp"
@@ -124,16 +108,16 @@ def _refuse_forward_mode(what: str) -> NoReturn:
 
 def _refuse_vmap(what: str) -> NoReturn:
     raise NotImplementedError(
-        f"{what} has no rule for vmap, which jacrev and is_grads_batched call, too: make the mapped dimension part of the "
-        "batch; for rows of a Jacobian call torch.func.vjp once for each"
+        f"{what} has no rule for vmap, which jacrev and is_grads_batched call, too: make the mapped dimension part of "
+        "the batch; for rows of a Jacobian call torch.func.vjp once for each"
     )
 
 
 def differentiable(
     what: str, operator: Any, setup_context: Callable[..., None], gradients: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Register the autograd of an operator, as torch.library does, and return a function that calls it, in transforms of
-    torch.func, too.
+    """Register the autograd of an operator, as torch.library does, and return a function that calls it, in transforms
+    of torch.func, too.
 
     Args:
         what: the call, for errors.
@@ -500,59 +484,6 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
-def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
-    shards = plan.shards_k if of_keys else plan.shards
-    lengths = tuple(map(length, shards))
-    error: Exception | None = None
-    if x.ndim == 0 or x.shape[dim] != lengths[plan.rank]:
-        error = ValueError(
-            f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
-            f"but rank {plan.rank} holds {lengths[plan.rank]} tokens; pass this rank's shard and its sequence dim"
-        )
-    else:
-        error = wrong_device(plan, x)
-    sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
-    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
-    plan.begin("unshard()", dict(**fields, **sizes, dtype=_name(x.dtype)), error)
-    x = x.contiguous()
-    return put(all_to_all(plan, [x] * plan.world_size, dim, lengths), shards, dim)
-
-
-@_unshard.register_fake
-def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
-    return resized(x, dim, whole)
-
-
-@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
-def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
-    plan.begin("unshard() backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
-    shards = plan.shards_k if of_keys else plan.shards
-    pieces = [take(dwhole, s, dim).contiguous() for s in shards]
-    own = pieces[plan.rank]
-    total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
-    for part in all_to_all(plan, pieces, dim, [local] * plan.world_size):  # the same order on every rank and run
-        total += part
-    return total.to(own.dtype)
-
-
-@_unshard_backward.register_fake
-def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
-    return resized(dwhole, dim, local)
-
-
-def wrong_device(plan: Plan, x: Tensor) -> ValueError | None:
-    """Return the error for a tensor on a device between whose ranks the plan's group sends nothing."""
-    if plan.world_size > 1:
-        try:
-            plan.transport.check_device("x", x)
-        except ValueError as error:
-            return error
-    return None
-
-
 def all_to_all(plan: Plan, parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> list[Tensor]:
     """Send ``parts[r]`` to each rank r, and return what each rank r sent here, ``sizes[r]`` long in ``dim``. If that
     fails, mark the group: other ranks may be at a different message."""
@@ -569,19 +500,3 @@ def all_to_all(plan: Plan, parts: Sequence[Tensor], dim: int, sizes: Sequence[in
 def resized(x: Tensor, dim: int, size: int) -> Tensor:
     """Return an empty tensor like x with another size in one dim."""
     return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
-
-
-_sum_shards = differentiable_once("unshard()", _unshard_backward)
-
-
-def _unshard_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, ctx.dim, ctx.of_keys, _, ctx.plan = inputs
-    ctx.local = x.shape[ctx.dim]
-
-
-def _unshard_gradients(ctx, dwhole):  # type: ignore[no-untyped-def]
-    dx = _sum_shards(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
-    return dx, None, None, None, None
-
-
-unshard = differentiable("unshard()", _unshard, _unshard_save, _unshard_gradients)

@@ -246,8 +246,8 @@ def _pieces(mask: Mask) -> int:
 def _checked_held(
     held: Sequence[Sequence[range]], world_size: int, count: int | None
 ) -> tuple[tuple[Shard, ...], int, int]:
-    """Return the earlier tokens that every rank holds, the first of them, and how many earlier ones there are: ``count``
-    or, if it is None, those that are held.
+    """Return the earlier tokens that every rank holds, the first of them, and how many earlier ones there are:
+    ``count`` or, if it is None, those that are held.
 
     Raises:
         ValueError: not one entry per rank, or not each of the last positions once, in growing order.

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from ..choosing import costs_of
 from ..factory import Plan
 from ..factory import plan as make_plan
-from ..kernels.paged.operands import E4M3, NEW_TOKENS
+from ..kernels.paged.operands import E4M3
 from ..layouts.shards import length as shard_length
 from ..memo import on_the_host, untraced
-from ..operators import as_autocast, autocast_dtype, check_no_gradients
+from ..operators import as_autocast, autocast_dtype
 from ..transport import group as transports
 from .chunk import Chunk
+from .decoding import check_no_gradients
 from .pages import Copy, Kind
 from .slots import SLACK, Slots
-from .step import Step
+from .step import Step, check_new_tokens
 from .storage import Memory, TokenShape, existing
 
 _T = TypeVar("_T")
@@ -192,7 +193,7 @@ class KVCache:
         numbers = self._distinct(sequences)
         if type(tokens) is not int or tokens < 0:
             raise ValueError(f"tokens is {tokens!r}; pass a number of tokens >= 0")
-        _check_new_tokens(new_tokens)
+        check_new_tokens(new_tokens)
         self._ready(numbers)
         self._copy(self._slots.reserve(numbers, tokens, new_tokens))
         self._changed(numbers, "has other pages since reserve()", outdated=True)
@@ -258,8 +259,9 @@ class KVCache:
             v: (1, local tokens, kv_heads, head_dim_v); not read, and may be left out, where values are shared.
 
         Returns:
-            Keys and values (1, local keys, kv_heads, ...): views of the pages where these neighbour each other, which
-            are not to be changed, copies otherwise. Those of an e4m3 cache are what it stores, the new ones too, in the dtype of k.
+            Keys and values (1, local keys, kv_heads, ...): views of the pages where these neighbour each other, not to
+            be changed; copies otherwise. Those of an e4m3 cache are what it stores, the new ones too, in the dtype of
+            k.
 
         Raises:
             CacheFull: other sequences took the room since :meth:`plan`; on every rank, and nothing has changed.
@@ -356,7 +358,7 @@ class KVCache:
         """
         sequences = _listed(sequences)
         numbers = self._distinct(n for n in sequences if n is not None)
-        _check_new_tokens(new_tokens)
+        check_new_tokens(new_tokens)
         self._ready(numbers)
         rows, copies = self._slots.step(numbers, new_tokens)
         self._changed(numbers, "has had another step")
@@ -480,13 +482,6 @@ def _check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
         )
 
 
-def _check_new_tokens(new_tokens: int) -> None:
-    if type(new_tokens) is not int or not 1 <= new_tokens <= NEW_TOKENS:
-        raise ValueError(
-            f"new_tokens is {new_tokens!r}; a step takes 1 to {NEW_TOKENS}, and cache.plan() with extend() any number"
-        )
-
-
 def _pages_of_window(window: int, pages: int, page_size: int, sequences: int | None) -> int:
     """Return the pages of a kind on a rank: a sequence needs its window there, and twice so while a chunk is added."""
     if window < 0 or sequences is None:
@@ -499,4 +494,3 @@ def _left(window_size: object) -> int:
     if not isinstance(window_size, Sequence) or not window_size or type(window_size[0]) is not int:
         return -1
     return window_size[0]
-

@@ -12,6 +12,7 @@ The GPUs of one host exchange states through each other's memory, in the launch 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
 from ..memo import untraced
-from ..operators import as_autocast, autocast_dtype, check_no_gradients, no_autocast
+from ..operators import as_autocast, autocast_dtype, check_transforms, no_autocast
 from ..transport.group import Transport
 
 HEADS = ("all", "scattered")
@@ -101,8 +102,8 @@ def decode(
         logarithm, float32 (float64 for float64 inputs). A row without a sequence has out 0 and lse -inf.
 
     Raises:
-        TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent; tensors that
-            require grad under grad mode.
+        TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent; tensors
+            that require grad under grad mode.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
     if not hasattr(step, "new_tokens"):
@@ -165,6 +166,23 @@ def decode(
         transport.note_failure(error)
         raise
     return (out, lse) if return_lse else out
+
+
+def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:
+    """Check that no gradient is expected of a call that has none.
+
+    Raises:
+        ValueError: grad mode is on, and one of these tensors requires grad.
+        NotImplementedError: a transform of torch.func is active.
+    """
+    check_transforms(what, differentiable=False)
+    if torch.is_grad_enabled():
+        wrong = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
+        if wrong:
+            raise ValueError(
+                f"{what} has no gradients, but {', '.join(wrong)} require grad; call it under torch.no_grad() or "
+                "torch.inference_mode()"
+            )
 
 
 def merged(

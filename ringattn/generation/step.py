@@ -22,7 +22,7 @@ from torch import Tensor
 from ..agreement import hash_of
 from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
-from ..kernels.paged.operands import StepState, tile_size
+from ..kernels.paged.operands import NEW_TOKENS, StepState, tile_size
 from ..kernels.upload import upload
 from ..memo import on_the_host
 from ..transport.group import Transport
@@ -371,6 +371,14 @@ class Step:
                 if pages is not None:
                     result[kind, b, : len(pages)] = pages
         return result
+
+
+def check_new_tokens(new_tokens: int) -> None:
+    """Raise ValueError unless a step takes so many new tokens."""
+    if type(new_tokens) is not int or not 1 <= new_tokens <= NEW_TOKENS:
+        raise ValueError(
+            f"new_tokens is {new_tokens!r}; a step takes 1 to {NEW_TOKENS}, and cache.plan() with extend() any number"
+        )
 
 
 def _as_list(accepted: object) -> list[Any]:

@@ -1,5 +1,5 @@
-"""The operators of torch.library that move rows or heads between ranks, next to attention: neighbours, to_heads,
-to_tokens.
+"""The operators of torch.library that move rows or heads between ranks, next to attention: unshard, neighbours,
+to_heads, to_tokens.
 
 Arguments are flat and a plan is its handle, as in :mod:`..operators`. The gradient of ``to_heads`` is ``to_tokens``,
 and the other way round: both only move elements.
@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from ..layouts.shards import put, take
-from ..operators import all_to_all, differentiable, differentiable_once, resized, wrong_device
+from ..layouts.shards import length, put, take
+from ..operators import all_to_all, differentiable, differentiable_once, resized
 from ..plans import Plan
 from .halo import Halo, halo
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+def wrong_device(plan: Plan, x: Tensor) -> ValueError | None:
+    """Return the error for a tensor on a device between whose ranks the plan's group sends nothing."""
+    if plan.world_size > 1:
+        try:
+            plan.transport.check_device("x", x)
+        except ValueError as error:
+            return error
+    return None
 
 
 def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) -> None:
@@ -43,6 +53,68 @@ def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) 
     rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
     dtype = str(x.dtype).removeprefix("torch.")
     plan.begin(what, dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers), error)
+
+
+# --- All rows ------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
+def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
+    plan = plans.by_handle(plan_handle)
+    shards = plan.shards_k if of_keys else plan.shards
+    lengths = tuple(map(length, shards))
+    error: Exception | None = None
+    if x.ndim == 0 or x.shape[dim] != lengths[plan.rank]:
+        error = ValueError(
+            f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
+            f"but rank {plan.rank} holds {lengths[plan.rank]} tokens; pass this rank's shard and its sequence dim"
+        )
+    else:
+        error = wrong_device(plan, x)
+    sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
+    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
+    plan.begin("unshard()", dict(**fields, **sizes, dtype=str(x.dtype).removeprefix("torch.")), error)
+    x = x.contiguous()
+    return put(all_to_all(plan, [x] * plan.world_size, dim, lengths), shards, dim)
+
+
+@_unshard.register_fake
+def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
+    return resized(x, dim, whole)
+
+
+@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
+def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
+    plan = plans.by_handle(plan_handle)
+    plan.begin("unshard() backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
+    shards = plan.shards_k if of_keys else plan.shards
+    pieces = [take(dwhole, s, dim).contiguous() for s in shards]
+    own = pieces[plan.rank]
+    total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+    for part in all_to_all(plan, pieces, dim, [local] * plan.world_size):  # the same order on every rank and run
+        total += part
+    return total.to(own.dtype)
+
+
+@_unshard_backward.register_fake
+def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
+    return resized(dwhole, dim, local)
+
+
+_sum_shards = differentiable_once("unshard()", _unshard_backward)
+
+
+def _unshard_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, ctx.dim, ctx.of_keys, _, ctx.plan = inputs
+    ctx.local = x.shape[ctx.dim]
+
+
+def _unshard_gradients(ctx, dwhole):  # type: ignore[no-untyped-def]
+    dx = _sum_shards(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
+    return dx, None, None, None, None
+
+
+unshard = differentiable("unshard()", _unshard, _unshard_save, _unshard_gradients)
 
 
 # --- Rows of neighbouring tokens -----------------------------------------------------------------------
