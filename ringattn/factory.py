@@ -98,10 +98,11 @@ class Plan(plans.Plan):
         shifted over the whole rows, -100 at the ends of documents and at padding. Every rank of the group calls this.
 
         Tensors of shape (batch, seq_len, ...) are sharded, others named in ``seq_dims`` (name to dim, or to None for
-        one that every rank keeps whole); numbers, strings and scalars are handed on; boundaries of documents
-        (``cu_seqlens``, ``seq_idx``, ...) are compared with the plan's and left out; without any, ``position_ids`` that
-        do not go on by 1 inside a document of the plan are an error. ``position_ids``, if absent, count from the start
-        of the row and again from 0 at each further document.
+        one that every rank keeps whole: labels of whole rows, of which no targets are made); numbers, strings and
+        scalars are handed on; boundaries of documents (``cu_seqlens``, ``seq_idx``, ...) are compared with the plan's
+        and left out; without any, ``position_ids`` that do not go on by 1 inside a document of the plan are an error.
+        ``position_ids``, if absent, count from the start of the row and again from 0 at each further document.
+        Labels are integers of any dtype; targets are int64.
 
         Raises:
             ValueError, TypeError: a tensor that cannot be split; padding or documents that are not the plan's; rows

@@ -179,7 +179,7 @@ def _combine(
     names = ("mask", "causal", "window_size", "cu_seqlens", "cu_seqlens_k", "documents", "prefix")
     mask, causal, window_size, cu_seqlens, cu_seqlens_k, documents, prefix = (given[name] for name in names)
     if keys is None:
-        keys = seq_len if cu_seqlens_k is None or not len(cu_seqlens_k) else int(cu_seqlens_k[-1])
+        keys = seq_len if cu_seqlens_k is None else masks.last_boundary(cu_seqlens_k)
     for name, value in (("seq_len", seq_len), ("seq_len_k", keys), ("prefix", prefix)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; pass an int")

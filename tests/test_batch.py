@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import ringattn
+from ringattn import loss, virtual
 from ringattn import mask as masks
-from ringattn import virtual
+from ringattn.mask import Mask
 from ringattn.training import batch as batches
 
 IGNORE = -100
@@ -135,7 +138,7 @@ def test_documents_of_each_source() -> None:
     cut = [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert ids_of() is None
     assert ids_of(attention_mask=torch.ones(1, 8)) is None
-    assert ids_of(documents=torch.tensor([[4, 4, 4, 1, 1, 4, 4, 4]])) == cut  # runs of one id are apart
+    assert ids_of(documents=torch.tensor([[4, 4, 4, 1, 1, 7, 7, 7]])) == cut
     assert ids_of(seq_idx=torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]], dtype=torch.int32)) == cut
     assert ids_of(cu_seq_lens_q=torch.tensor([0, 3, 5, 8], dtype=torch.int32)) == cut
     assert ids_of(cu_seqlens_q=torch.tensor([0, 3, 5, 8], dtype=torch.int32)) == cut
@@ -155,7 +158,7 @@ def test_documents_of_each_source() -> None:
 
 def test_documents_have_the_number_of_their_run() -> None:
     """Neighbouring documents have different numbers, and padding is -1."""
-    found = batches.documents({"input_ids": torch.zeros(1, 6), "documents": torch.tensor([[7, 7, -1, 7, 2, 2]])})
+    found = batches.documents({"input_ids": torch.zeros(1, 6), "documents": torch.tensor([[7, 7, -1, 5, 2, 2]])})
     assert found is not None
     assert found.tolist() == [[0, 0, -1, 2, 3, 3]]
 
@@ -175,6 +178,253 @@ def test_counted_positions() -> None:
     assert batches.counted_positions(begin[:, :0], real[:, :0], counted[:, :0]).shape == (1, 0)
 
 
+# One description, every function that reads it: the same documents from all, or the same refusal.
+
+IDS_READERS = {
+    "plan": lambda x: ringattn.plan(8, documents=x).mask,
+    "mask": lambda x: masks.documents(x, 8),
+    **{
+        name: lambda x, name=name: masks.documents(read(**{name: x}), 8)  # type: ignore[misc]
+        for name in ("documents", "seq_idx")
+    },
+}
+BOUNDS_READERS = {
+    "plan": lambda x: ringattn.plan(8, cu_seqlens=x).mask,
+    "plan for keys": lambda x: ringattn.plan(8, cu_seqlens=x, cu_seqlens_k=x, seq_len_k=8).mask,
+    "mask": lambda x: masks.packed(x, 8),
+    "blocks": lambda x: masks.blocks(8, x) & masks.packed(x, 8),
+    "flash": lambda x: with_flash(x),
+    **{
+        name: lambda x, name=name: masks.documents(read(**{name: x}), 8)  # type: ignore[misc]
+        for name in ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seq_lens_k")
+    },
+}
+INTEGERS = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def read(**described: object) -> Tensor:
+    """Ids of a row of 8 tokens, or the plan's own where documents() says that there is one document only."""
+    whole = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), **described}
+    ids = batches.documents(whole)
+    plan = ringattn.plan(8, causal=True, documents=ids)
+    assert set(plan.shard_batch(whole)) == {"input_ids", "position_ids"}
+    return torch.zeros(1, 8, dtype=torch.int64) if ids is None else ids
+
+
+def with_flash(bounds: object) -> Mask:
+    from ringattn.flash import flash_attn_varlen_func
+
+    known = [0, 3, 5, 8] if len(bounds) > 2 else [0, 8]  # type: ignore[arg-type]
+    q = torch.randn(8, 1, 8)
+    with ringattn.use(ringattn.plan(8, cu_seqlens=known)):
+        flash_attn_varlen_func(q, q, q, torch.as_tensor(bounds), torch.as_tensor(bounds), 8, 8)
+    return masks.packed(known, 8)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, list])
+@pytest.mark.parametrize(
+    "values", [[0, 0, 0, 1, 1, 2, 2, 2], [5, 5, 5, 1, 1, 9, 9, 9], [0] * 8, [1, 1, -1, -1, 0, 0, -1, -1]]
+)
+def test_ids_have_one_meaning(values: list[int], dtype: Any) -> None:
+    if -1 in values and dtype is not list and not dtype.is_signed:
+        pytest.skip("no room for padding")
+    ids: Any = [values] if dtype is list else torch.tensor([values]).to(dtype)
+    line = torch.tensor(values)
+    want = ((line[:, None] == line) & (line >= 0))[None]
+    for name, reader in IDS_READERS.items():
+        assert torch.equal(reader(ids).dense(), want), name
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, list])
+@pytest.mark.parametrize("values", [[0, 3, 5, 8], [0, 8], [0, 3, 3, 5, 8]])
+def test_boundaries_have_one_meaning(values: list[int], dtype: Any) -> None:
+    want = masks.packed(values, 8).dense()
+    for name, reader in BOUNDS_READERS.items():
+        assert torch.equal(reader(values if dtype is list else torch.tensor(values).to(dtype)).dense(), want), name
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(1, 8),
+        torch.zeros(1, 8, dtype=torch.bool),
+        torch.zeros(1, 8, dtype=torch.complex64),
+        torch.zeros(8, dtype=torch.int64),
+        torch.zeros(1, 7, dtype=torch.int64),
+        torch.zeros(1, 1, 8, dtype=torch.int64),
+        [[0, 0, 0, 1, 1, 0, 0, 0]],
+        [[0, 0, -1, 0, 1, 1, 1, 1]],
+        [[0, 0, 0, 0, -2, -2, -2, -2]],
+        [0.5] * 8,
+        "documents",
+        [None],
+        object(),
+    ],
+)
+def test_ids_are_refused_by_all_or_none(ids: object) -> None:
+    refused_alike(ids, IDS_READERS, ("documents", "seq_idx"))
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        [0.0, 8.0], [False, True], [3, 5], [0, 3], [0, 3, 9], [0, 5, 3, 8], [[0, 8]], [8], [], [0, -1, 8],
+        torch.tensor(8), torch.zeros(2, dtype=torch.complex64),
+    ],
+)  # fmt: skip
+def test_boundaries_are_refused_by_all_or_none(bounds: object) -> None:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "size")
+    others = {name: reader for name, reader in BOUNDS_READERS.items() if name not in ("flash", "blocks")}
+    refused_alike(bounds, others, names)
+    for name in ("flash", "blocks"):
+        if name == "blocks" or (isinstance(bounds, list) and bounds):
+            with pytest.raises((TypeError, ValueError)):
+                BOUNDS_READERS[name](bounds)
+
+
+def refused_alike(value: object, readers: dict[str, Any], names: tuple[str, ...]) -> None:
+    """All raise the same error, but for the name of the argument."""
+    errors = set()
+    for reader in readers.values():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            reader(value)
+        text = str(caught.value)
+        for name in names:
+            text = text.replace(name, "NAME")
+        errors.add((type(caught.value), text))
+    assert len(errors) == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (dict(documents=[[0] * 4 + [1] * 4]), dict(cu_seqlens=[0, 5, 8]), "documents says .* token 4 .*, and cu"),
+        (dict(documents=[[0] * 8]), dict(seq_idx=[[0] * 5 + [1] * 3]), "seq_idx says .* token 5 .*, and documents"),
+        (dict(cu_seqlens=[0, 4, 8]), dict(cu_seqlens_k=[0, 8]), "cu_seqlens says .* token 4"),
+        (
+            dict(documents=[[0] * 7 + [-1]]), dict(seq_idx=[[0] * 8]),
+            "documents says that token 7 of row 0 is padding, and seq_idx",
+        ),
+        (
+            dict(documents=[[0] * 7 + [-1]]), dict(attention_mask=torch.ones(1, 8)),
+            "documents says that token 7 of row 0 is padding, and attention_mask does not",
+        ),
+        (
+            dict(cu_seqlens=[0, 4, 8]), dict(attention_mask=torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1]])),
+            r"one document \(the last ones begin at token 2\)",
+        ),
+    ],
+)  # fmt: skip
+def test_two_descriptions_that_contradict_each_other(first: dict, second: dict, says: str) -> None:
+    for described in ({**first, **second}, {**second, **first}):
+        whole = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), **described}
+        with pytest.raises(ValueError, match=says):
+            batches.documents(whole)
+        with pytest.raises(ValueError):
+            ringattn.plan(8).shard_batch(whole)
+    read(**first)  # leaving one of them out is a fix
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "want"),
+    [
+        (dict(documents=[[0] * 4 + [1] * 3 + [-1]]), dict(cu_seqlens=[0, 4, 7, 8]), [0, 0, 0, 0, 1, 1, 1, -1]),
+        (dict(documents=[[-1] * 2 + [1] * 6]), dict(cu_seqlens=[0, 8]), [-1, -1, 1, 1, 1, 1, 1, 1]),
+        (dict(seq_idx=[[0] * 4 + [1] * 4]), dict(cu_seqlens=[0, 4, 8]), [0, 0, 0, 0, 1, 1, 1, 1]),
+        (dict(cu_seqlens=[0, 4, 8]), dict(cu_seqlens_k=[0, 4, 4, 8]), [0, 0, 0, 0, 1, 1, 1, 1]),
+        (dict(documents=[[0] * 8]), dict(position_ids=torch.tensor([[0, 1, 2, 3] * 2])), [0] * 8),
+        (dict(cu_seqlens=[0, 4, 8]), dict(position_ids=torch.arange(8)[None]), [0] * 4 + [1] * 4),
+        (dict(position_ids=torch.arange(8)[None] / 4), {}, [0] * 8),  # interpolated
+        (dict(position_ids=torch.tensor([[0, 0.25, 0.5, 0.75] * 2])), {}, [0] * 4 + [1] * 4),
+        (dict(position_ids=torch.tensor([0, 1, 2, 3] * 2)), {}, [0] * 4 + [1] * 4),
+    ],
+)
+def test_two_descriptions_of_the_same(first: dict, second: dict, want: list[int]) -> None:
+    for described in ({**first, **second}, {**second, **first}):
+        ids = batches.documents({"input_ids": torch.zeros(1, 8), **described})
+        assert (ids[0].tolist() if ids is not None else [0] * 8) == want
+
+
+def test_boundaries_are_those_of_every_row_as_in_plan() -> None:
+    whole = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "cu_seqlens": [0, 3, 8]}
+    ids = batches.documents(whole)
+    assert ids is not None
+    assert ids.tolist() == [[0] * 3 + [1] * 5] * 2
+    for packed in (dict(documents=ids), dict(cu_seqlens=[0, 3, 8]), dict(documents=ids[:1])):
+        assert ringattn.plan(8, **packed).shard_batch(whole)["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]] * 2
+
+
+def test_documents_of_queries_begin_where_queries_do() -> None:
+    """Not where the keys do that they see, which may be elsewhere."""
+    plan = ringattn.plan(8, cu_seqlens=[0, 2, 2, 8], cu_seqlens_k=[0, 5, 6, 8])
+    assert batches.begins(plan).begin.tolist() == [[0, 0, 2, 2, 2, 2, 2, 2]]
+
+
+# --- Labels --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_labels_of_any_integers(dtype: torch.dtype, layout: str) -> None:
+    labels = torch.randint(0, 120, (ROWS, 13))
+    ids = torch.tensor(PACKED["packed"])
+    want = targets_by_definition(labels, ids)
+    whole = {"input_ids": labels, "labels": labels.to(dtype), "documents": ids}
+    assert torch.equal(batches.shift_labels(whole["labels"], *batches.begins_of(whole)), want)
+    plan = ringattn.plan(13, virtual.VirtualRank(1, 3), causal=True, documents=ids, layout=layout)
+    local = batches._shard(plan, whole, {})
+    assert local["shift_labels"].dtype == torch.int64
+    assert torch.equal(local["shift_labels"], want[:, plan.positions])
+    logits = torch.randn(ROWS, 13, 120)
+    part = loss.cross_entropy(logits, whole["labels"], wrapper="sums")
+    torch.testing.assert_close(part, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert int(loss.count_targets(torch.full((1, 3), -100 % 2**8).to(dtype))) == (0 if dtype == torch.int8 else 3)
+
+
+def test_labels_of_several_codebooks_and_of_other_dims() -> None:
+    labels = torch.randint(0, 99, (ROWS, 13, 13))
+    ids = torch.tensor(PACKED["packed and padded"])
+    want = torch.stack([targets_by_definition(labels[..., i], ids) for i in range(13)], 2)
+    plan = ringattn.plan(13, virtual.VirtualRank(0, 2), causal=True, documents=ids)
+    tokens = {"input_ids": labels[..., 0]}
+    for dim in (1, 2, -1):
+        whole = {**tokens, "labels": labels.transpose(1, dim)}
+        local = batches._shard(plan, whole, {"labels": dim})
+        assert torch.equal(local["shift_labels"].transpose(1, dim), want[:, plan.positions])
+        assert torch.equal(local["labels"].transpose(1, dim), labels[:, plan.positions])
+    first = {**tokens, "labels": labels[..., 0].T}
+    assert torch.equal(batches._shard(plan, first, {"labels": 0})["shift_labels"].T, want[:, plan.positions, 0])
+
+
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([1, 0]), torch.rand(2, 5), torch.rand(2, 12), torch.ones(2, 12) > 0, torch.tensor(3)]
+)
+def test_labels_of_whole_rows(labels: Tensor) -> None:
+    """They are refused with a way out, which works."""
+    plan = ringattn.plan(12, causal=True)
+    whole = {"input_ids": torch.zeros(2, 12, dtype=torch.int64), "labels": labels}
+    says = "dtype.*another name" if labels.shape == (2, 12) else r"seq_dims=\{'labels': None\}"
+    with pytest.raises((TypeError, ValueError), match=says):
+        plan.shard_batch(whole)
+    with pytest.raises((TypeError, ValueError)):
+        batches.shift_labels(labels, *batches.begins(plan))
+    local = plan.shard_batch(whole, seq_dims={"labels": None})
+    assert local["labels"] is labels
+    assert "shift_labels" not in local
+    if labels.shape == (2, 12):
+        renamed = plan.shard_batch({"input_ids": whole["input_ids"], "scores": labels})
+        assert torch.equal(renamed["scores"], labels)
+
+
+def test_what_one_rank_cannot_shard_is_an_error_on_all() -> None:
+    def body(rank: virtual.VirtualRank) -> None:
+        plan = ringattn.plan(12, rank, causal=True)
+        with pytest.raises((IndexError, ValueError), match="shard\\(\\) got dim 7"):
+            plan.shard_batch(make(12, None), seq_dims={"weights": 7 if rank.rank else 1})
+
+    virtual.run(2, body)
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
@@ -182,9 +432,10 @@ def test_counted_positions() -> None:
         ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 0, 0]])}, "value 2.*batch\\['documents'\\]"),
         (
             {"cu_seqlens": torch.tensor([0, 3, 9])},
-            r"grow from 0 to seq_len = 8.*\[0, \*itertools.accumulate\(lengths\)\]",
+            r"cu_seqlens ends with 9; it must end with seq_len = 8",
         ),
-        ({"documents": torch.zeros(1, 7)}, r"shape \(1, 7\)"),
+        ({"cu_seqlens": torch.tensor([3, 5])}, r"start with 0.*\[0, \*itertools.accumulate\(lengths\)\]"),
+        ({"documents": torch.zeros(1, 7, dtype=torch.int64)}, r"shape \(1, 7\)"),
         (
             {"attention_mask": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])},
             "row 0 go from 2 to 0",

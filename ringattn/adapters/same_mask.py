@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..masks.common import boundaries
 from ..masks.intervals import FAR, Intervals
 from ..memo import Memo
 from ..plans import Plan
@@ -117,16 +118,11 @@ def _compare(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
 
 def _boundaries(name: str, argument: str, bounds: Tensor, length: int) -> Tensor:
     """Return boundaries of a call, on the CPU."""
-    if bounds.ndim != 1 or bounds.is_floating_point() or len(bounds) < 2:
+    x = boundaries(f"{argument} of {name}", bounds, "seq_len", None)
+    if x[-1] != length:
         raise ValueError(
-            f"{name} got {argument} of shape {tuple(bounds.shape)} and dtype {bounds.dtype}; it must be (documents + "
-            "1,) integers"
-        )
-    x = bounds.detach().cpu().to(torch.int64)
-    if x[0] != 0 or x[-1] != length or bool((x.diff() < 0).any()):
-        raise ValueError(
-            f"{name} got {argument} from {int(x[0])} to {int(x[-1])}, but the plan's whole sequence goes from "
-            f"0 to {length}; pass the boundaries of the whole sequence, not those of this rank's tokens"
+            f"{name} got {argument} from 0 to {int(x[-1])}, but the plan's whole sequence goes from 0 to {length}; "
+            "pass the boundaries of the whole sequence, not those of this rank's tokens"
         )
     return x
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,15 +42,28 @@ def pieces(
     first = torch.as_tensor([[0]] if first is None else first, device="cpu")
     fields = []
     for name, bound in (("first", first), ("low", low), ("high", high), ("left", left), ("right", right)):
-        x = torch.as_tensor(bound, device="cpu").detach()
-        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+        x = integers(name, bound)
         if (name == "first" and (x.ndim != 2 or 0 in x.shape)) or (x.ndim and x.shape != first.shape):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; it must be (rows, pieces), at least (1, 1) and that of `first`"
             )
-        fields.append(x.to(torch.int64).expand_as(first).contiguous())
+        fields.append(x.expand_as(first).contiguous())
     return Intervals(seq_len, seq_len_k, *fields)
+
+
+def integers(name: str, x: object, what: str = "integers", device: torch.device | str | None = "cpu") -> Tensor:
+    """Return integers of any dtype, a tensor or something like one, as int64 on a device (None: where they are).
+
+    Raises:
+        TypeError: they are not, by ``name``, with ``what`` to pass.
+    """
+    try:
+        given = torch.as_tensor(x, device=device).detach()
+    except (TypeError, ValueError, RuntimeError):  # torch's errors name neither the argument nor what it should be
+        raise TypeError(f"{name} is {x!r}; pass {what}") from None
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise TypeError(f"{name} has dtype {given.dtype}; pass {what}")
+    return given.to(torch.int64)
 
 
 @on_the_host
@@ -134,7 +148,7 @@ def packed(
         bounds = bounds.unique()  # sorted; empty documents vanish
         bounds_k, keys = bounds, seq_len
     else:
-        keys = _last(cu_seqlens_k) if seq_len_k is None else seq_len_k
+        keys = last_boundary(cu_seqlens_k) if seq_len_k is None else seq_len_k
         bounds_k = boundaries("cu_seqlens_k", cu_seqlens_k, "seq_len_k", keys)
         if len(bounds) != len(bounds_k):
             raise ValueError(
@@ -152,17 +166,20 @@ def packed(
     return pieces(seq_len, keys, first=first, low=low, high=high, left=near.left - shift, right=near.right + shift)
 
 
-def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int) -> Tensor:
-    """Return boundaries of neighbouring runs as int64, checked."""
-    try:
-        x = torch.as_tensor(bounds, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError):  # torch's errors name neither the argument nor what it should be
-        raise TypeError(f"{name} is {bounds!r}; pass integers (documents + 1,), as [0, {length}]") from None
-    if x.numel() and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
-        raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+def boundaries(name: str, bounds: object, end: str, length: int | None) -> Tensor:
+    """Return boundaries of neighbouring runs as int64 on the CPU, checked; without ``length`` they may end anywhere.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: another shape than (runs + 1,), lengths or other numbers that do not grow from 0 to the length.
+    """
+    x = integers(name, bounds, f"integers (documents + 1,), as [0, {end if length is None else length}]")
     if x.ndim != 1 or len(x) < 2:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least [0, {length}]")
-    x = x.to(torch.int64)
+        fix = f"; pass {name}[0]" if x.ndim == 2 and len(x) == 1 else ""
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; it must be (documents + 1,), at least "
+            f"[0, {end if length is None else length}]{fix}"
+        )
     if x[0] != 0:
         raise ValueError(
             f"{name} starts with {x[0].item()}; it must start with 0: it has boundaries, not lengths. From lengths: "
@@ -175,15 +192,57 @@ def boundaries(name: str, bounds: Sequence[int] | Tensor, end: str, length: int)
             f"{name} falls from {x[at].item()} to {x[at + 1].item()} at index {at + 1}; it must be sorted: boundaries "
             "of the packed documents, not their lengths"
         )
-    if x[-1] != length:
+    if length is not None and x[-1] != length:
         padding = f"if the rest is padding, append {length}"
         fix = f"; {padding if x[-1] < length else 'pass the boundaries of this row, or its length'}"
         raise ValueError(f"{name} ends with {x[-1].item()}; it must end with {end} = {length}{fix}")
     return x
 
 
-def _last(bounds: Sequence[int] | Tensor) -> int:
-    return int(bounds[-1]) if len(bounds) else 0
+def last_boundary(cu_seqlens_k: Sequence[int] | Tensor) -> int:
+    """Return the number of keys, from their boundaries."""
+    return int(boundaries("cu_seqlens_k", cu_seqlens_k, "seq_len_k", None)[-1])
+
+
+def ids_of(name: str, ids: object, seq_len: int) -> Tensor:
+    """Return ids of packed documents as (batch, seq_len) int64 on the CPU: of each token the number of its document in
+    the row, -1 for padding.
+
+    Raises:
+        TypeError: not integers.
+        ValueError: wrong shape, ids below -1, or a document that is interrupted and goes on later.
+    """
+    x = integers(name, ids, "integer ids (batch, seq_len), -1 for padding")
+    if x.ndim != 2 or x.shape[1] != seq_len:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}")
+    if x.numel() and int(x.min()) < -1:
+        raise ValueError(f"{name} has the id {int(x.min())}; ids are >= 0, and -1 is padding")
+    for row, line in enumerate(x):
+        again = continued(line)
+        if again is not None:
+            raise ValueError(
+                f"{name}[{row}] has the id {again.id} in {again.runs} separate runs; "
+                "give each run of neighbouring tokens its own id"
+            )
+    return x
+
+
+class Continued(NamedTuple):
+    """A document that is interrupted and goes on later: its id, in how many runs, and where the last one begins."""
+
+    id: int
+    runs: int
+    last: int
+
+
+def continued(ids: Tensor) -> Continued | None:
+    """Return a document of a row's ids (seq_len,) that is interrupted, by padding or others; None if there is none."""
+    runs, lengths = torch.unique_consecutive(ids, return_counts=True)
+    values, counts = runs[runs >= 0].unique(return_counts=True)
+    if not bool((counts > 1).any()):
+        return None
+    first, several = int(values[counts > 1][0]), int(counts[counts > 1][0])
+    return Continued(first, several, int((lengths.cumsum(0) - lengths)[runs == first][-1]))
 
 
 @on_the_host
@@ -193,29 +252,12 @@ def documents(ids: Tensor, seq_len: int) -> Intervals:
     Neighbouring positions with the same id are one document; padding sees nothing and is not seen.
 
     Raises:
-        TypeError: not integers.
-        ValueError: wrong shape, ids below -1, or a document that is interrupted and goes on later.
+        TypeError, ValueError: as :func:`ids_of`.
     """
-    ids = torch.as_tensor(ids, device="cpu").detach()
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"documents has dtype {ids.dtype}; pass integer ids, -1 for padding")
-    if ids.ndim != 2 or ids.shape[1] != seq_len:
-        raise ValueError(
-            f"documents has shape {tuple(ids.shape)}; it must be (batch, seq_len) with seq_len = {seq_len}"
-        )
-    if ids.numel() and int(ids.min()) < -1:
-        raise ValueError(f"documents has the id {int(ids.min())}; ids are >= 0, and -1 is padding")
+    ids = ids_of("documents", ids, seq_len)
     rows = []
-    for b, row in enumerate(ids):
+    for row in ids:
         runs, lengths = torch.unique_consecutive(row, return_counts=True)
-        real = runs[runs >= 0]
-        values, counts = real.unique(return_counts=True)
-        if len(values) != len(real):
-            broken = int(values[counts > 1][0])
-            raise ValueError(
-                f"documents[{b}] has the id {broken} in {int(counts.max())} separate runs; "
-                "give each run of neighbouring tokens its own id"
-            )
         past = lengths.cumsum(0)
         rows.append((past - lengths, past, runs >= 0))
     count = max((len(r[0]) for r in rows), default=0)

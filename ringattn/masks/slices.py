@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..memo import on_the_host
-from .common import nothing, pieces
+from .common import integers, nothing, pieces
 from .intervals import FAR, Mask
 
 TYPES = ("full", "causal", "inv_causal", "bi_causal")  # numbered from 0
@@ -91,9 +91,7 @@ def from_slices(
 
 
 def _checked(name: str, ranges: Sequence[tuple[int, int]] | Tensor, length: int) -> list[list[int]]:
-    x = torch.as_tensor(ranges if len(ranges) else torch.zeros(0, 2, dtype=torch.int64), device="cpu").detach()
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name} has dtype {x.dtype}; pass integers")
+    x = integers(name, ranges if len(ranges) else torch.zeros(0, 2))
     if x.ndim != 2 or x.shape[1] != 2:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (slices, 2): where each begins and ends")
     bad = ((x[:, 0] < 0) | (x[:, 1] < x[:, 0]) | (x[:, 1] > length)).nonzero()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..memo import on_the_host
-from .common import boundaries, full, nothing, packed, pieces, rows, window
+from .common import boundaries, full, integers, nothing, packed, pieces, rows, window
 from .intervals import FAR, Intervals, Mask
 
 
@@ -90,12 +90,10 @@ def spans(runs: Sequence[tuple[int, int]] | Tensor, seq_len: int, *, left: int =
         TypeError: not integers.
         ValueError: a span outside of the row, that ends before it begins, or begins before the one before it ends.
     """
-    x = torch.as_tensor(runs if len(runs) else torch.zeros(0, 2, dtype=torch.int64), device="cpu").detach()
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"spans have dtype {x.dtype}; pass integers")
+    x = integers("runs", runs if len(runs) else torch.zeros(0, 2))
     if x.ndim != 2 or x.shape[1] != 2:
         raise ValueError(f"spans have shape {tuple(x.shape)}; it must be (spans, 2): where each begins and ends")
-    first, past = x.to(torch.int64).unbind(1)
+    first, past = x.unbind(1)
     before = torch.cat([past.new_zeros(1), past[:-1]])
     bad = ((first < before) | (past < first) | (past > seq_len)).nonzero()
     if len(bad):
@@ -234,10 +232,8 @@ def from_intervals(starts: Sequence[int] | Tensor, ends: Sequence[int] | Tensor,
         TypeError: not integers.
         ValueError: shapes that differ, intervals that fall, or that share a key.
     """
-    starts, ends = (torch.as_tensor(x, device="cpu").detach() for x in (starts, ends))
+    starts, ends = integers("starts", starts), integers("ends", ends)
     shape = tuple(starts.shape)
-    if starts.is_floating_point() or ends.is_floating_point():
-        raise TypeError(f"starts and ends have dtypes {starts.dtype} and {ends.dtype}; pass integers")
     if shape != tuple(ends.shape) or not 1 <= len(shape) <= 3:
         raise ValueError(
             f"starts has shape {shape} and ends {tuple(ends.shape)}; both must be (queries,), (rows, queries) or "
@@ -248,10 +244,7 @@ def from_intervals(starts: Sequence[int] | Tensor, ends: Sequence[int] | Tensor,
     whole: Mask | None = None
     for start, end in zip(starts.unbind(2), ends.unbind(2), strict=True):
         member = rows(
-            [
-                _linear_runs(a.long(), b.long(), queries if seq_len_k is None else seq_len_k)
-                for a, b in zip(start, end, strict=True)
-            ]
+            [_linear_runs(a, b, queries if seq_len_k is None else seq_len_k) for a, b in zip(start, end, strict=True)]
         )
         member.check()
         whole = member if whole is None else whole | member

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..agreement import Value
 from ..transport import group as transports
 from ..transport import lockstep
-from .batch import IGNORE
+from .rows import IGNORE, class_ids
 
 _WRAPPERS = ("averages", "sums")
 
@@ -38,6 +38,8 @@ def count_targets(targets: Tensor | Iterable[Tensor], group: Any = None, *, igno
     several = [targets] if isinstance(targets, Tensor) else list(targets)
     if not several:
         raise ValueError("targets is empty; pass one tensor of targets, or those of every batch of the step")
+    # An unsigned dtype would turn ignore_index into a class.
+    several = [t if t.is_floating_point() else t.to(torch.int64) for t in several]
     count = torch.stack([(t != ignore_index).sum() for t in several]).sum()
     return _summed(count, group, "loss.count_targets()")
 
@@ -58,8 +60,8 @@ def cross_entropy(
 
     Args:
         logits: (batch, local tokens, vocabulary).
-        targets: (batch, local tokens): ``shift_labels`` of :meth:`ringattn.Plan.shard_batch`; ``ignore_index`` marks
-            tokens without a target.
+        targets: (batch, local tokens) integers: ``shift_labels`` of :meth:`ringattn.Plan.shard_batch`; ``ignore_index``
+            marks tokens without a target.
         group: the ranks over which gradients are reduced, see :func:`count_targets`.
         wrapper: how gradients are reduced: "averages" (DDP, FSDP by default) or "sums" (FSDP without division, or an
             all-reduce of your own).
@@ -114,6 +116,7 @@ def _token_losses(logits: Tensor, targets: Tensor, ignore_index: int, reduction:
             f"logits have shape {tuple(logits.shape)} and targets {tuple(targets.shape)}; "
             "they must be (batch, local tokens, vocabulary) and (batch, local tokens)"
         )
+    targets = class_ids("targets", targets)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
     return losses.reshape(targets.shape) if reduction == "none" else losses

@@ -15,6 +15,7 @@ from ... import mask as masks
 from ...factory import Plan
 from ...factory import plan as make_plan
 from ...training import batch as batches
+from ...training.rows import class_ids
 from ...transport import group as transports
 from . import checks, images, spans
 from .active import SEQUENCES
@@ -195,6 +196,12 @@ class Sequence:
         if self.images is not None:
             kept: dict[str, int | None] = dict.fromkeys((x for x in images.WHOLE if x in batch), None)
             seq_dims = {**kept, **(seq_dims or {})}
+        if batch.get("labels") is not None and (seq_dims or {}).get("labels", 1) is None:
+            raise ValueError(
+                "seq_dims keeps labels whole, but the loss of a transformers model over ranks is a sum over tokens; "
+                "leave labels out of the batch, and compute the loss of whole rows from what the model returns "
+                "(ringattn.loss.row_sums)"
+            )
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         if counted is not None:  # not before: they jump inside of documents
             local["position_ids"] = self.plan.shard(counted, 1)
@@ -207,11 +214,10 @@ class Sequence:
         if not shifts(self.model):
             local.pop("shift_labels", None)
         if batch.get("labels") is not None:
-            targets = batch["labels"]
-            if shifts(self.model):
-                targets = batch.get("shift_labels")
-                if targets is None:
-                    targets = batches.shift_labels(batch["labels"], *batches.begins(self.plan))
+            name = "shift_labels" if shifts(self.model) and batch.get("shift_labels") is not None else "labels"
+            targets = class_ids(name, batch[name])
+            if shifts(self.model) and name == "labels":
+                targets = batches.shift_labels(targets, *batches.begins(self.plan))
             local["num_items_in_batch"] = (targets != batches.IGNORE).sum().clamp(min=1)
         return local
 

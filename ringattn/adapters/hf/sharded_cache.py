@@ -25,6 +25,7 @@ from ...factory import Plan
 from ...functional import attention
 from ...generation import KVCache, Step, decode
 from ...kernels.paged.operands import NEW_TOKENS
+from ...training.rows import attention_mask
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks
@@ -444,13 +445,12 @@ def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             f"the inputs are {', '.join(sorted(inputs))}; ringattn.hf.generation() takes input_ids and attention_mask"
         )
     ids: Tensor = inputs["input_ids"]
-    mask = inputs.get("attention_mask")
-    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    if ids.ndim != 2 or kept.shape != ids.shape or not ids.shape[1]:
-        raise ValueError(
-            f"input_ids have shape {tuple(ids.shape)} and attention_mask {tuple(kept.shape)}; both must be (rows, "
-            "tokens)"
-        )
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise ValueError(f"input_ids have shape {tuple(ids.shape)}; it must be (rows, tokens), at least one token")
+    kept = attention_mask(inputs, *ids.shape)
+    if kept is None:
+        kept = torch.ones(ids.shape, dtype=torch.bool)
+    kept = kept.to(ids.device)
     if not bool(kept[:, -1].all()) or bool((kept[:, 1:] < kept[:, :-1]).any()):
         raise ValueError(
             "attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'"
