@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
+import io
+import pickle
 import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ringattn
@@ -106,8 +112,8 @@ def test_nothing_else_changes() -> None:
     plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True, documents=torch.tensor([[0] * 6 + [1] * 7]))
     assert ringattn.wrap(model, plan) is model
     assert list(model.state_dict()) == names
-    assert isinstance(model, Model)
-    assert type(other) is Model
+    assert all(type(a) is type(b) for a, b in zip(model.modules(), other.modules(), strict=True))
+    assert "forward" not in vars(other)
     assert F.scaled_dot_product_attention is before
     other.load_state_dict(model.state_dict())
     x = torch.randn(1, SEQ, DIM)
@@ -193,6 +199,15 @@ class Flex(nn.Module):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
 
 
+class CompilesItself(nn.Module):
+    def __init__(self, inner: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([CompilesItself(False)] if inner else [])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) if self.layers else flex_attention(x, x, x)  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("module", "says"),
     [
@@ -202,10 +217,13 @@ class Flex(nn.Module):
         (ByHand(), r"without calling F\.scaled_dot_product_attention.*ringattn\.flash"),
         (Multihead(), "MultiheadAttention"),
         (Flex(), "is called directly"),
+        (CompilesItself(False), "^flex_attention is called directly"),
+        (CompilesItself(True), "^flex_attention is called directly"),
         (Aten(), "aten.scaled_dot_product_attention is called directly"),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_a_call_that_cannot_be_exact_raises(module: nn.Module, says: str, training: bool) -> None:
     plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
     module = ringattn.wrap(copy.deepcopy(module).train(training), plan)
@@ -387,6 +405,94 @@ def test_a_forward_of_the_instance() -> None:
         copied.out.bias.fill_(3)
     assert torch.equal(copied(x), torch.full_like(x, 3))
     torch.testing.assert_close(layer(x), want(x))
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+PICKLED: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Model("sdpa"),
+    "own forward": lambda: with_forward(layer := Attention("sdpa"), functools.partial(Attention.forward, layer)),
+    "compiled": lambda: compiled_in_place(Model("sdpa")),
+}
+
+
+@pytest.mark.parametrize("kind", PICKLED)
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "copied first"])
+def test_a_pickled_module_asks_for_its_plan(kind: str, how: str) -> None:
+    """Its weights and its class are there. It does not attend to this rank's tokens only, as if it had no ranks."""
+    plan, x = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True), torch.randn(1, SEQ, DIM)
+    model = ringattn.wrap(PICKLED[kind](), plan)
+    want = model(x)
+    before = copy.deepcopy(model) if how == "copied first" else model
+    data = io.BytesIO()
+    if how == "torch.save":
+        torch.save(before, data)
+    else:
+        data.write(pickle.dumps(before))
+    data.seek(0)
+    loaded = torch.load(data, weights_only=False) if how == "torch.save" else pickle.load(data)
+    assert type(loaded) is type(model)
+    for part in (loaded, next(m for m in loaded.modules() if isinstance(m, Attention))):
+        with pytest.raises(RuntimeError, match=r"wrapped and then pickled.*call ringattn\.wrap\(module, plan\) again"):
+            part(x)
+    with torch.no_grad():
+        torch.testing.assert_close(ringattn.wrap(loaded, plan)(x), want)
+        for p in loaded.parameters():
+            p.zero_()
+    torch.testing.assert_close(model(x), want)
+    assert not torch.allclose(loaded(x), want)
+
+
+def test_a_wrapped_module_is_freed_with_its_last_user() -> None:
+    model = ringattn.wrap(Model("sdpa"), ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True))
+    model(torch.randn(1, SEQ, DIM))
+    gone = [weakref.ref(m) for m in model.modules()]
+    gc.disable()
+    try:
+        del model
+        assert [m() for m in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+
+
+class Decoder(nn.Module):
+    """Self-attention and cross-attention to an encoder's states, as Whisper's and T5's decoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = Attention("sdpa"), Cross(False)
+
+    def forward(self, x: Tensor, states: Tensor) -> Tensor:
+        x = x + self.own(x)
+        q, k = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (x, states))
+        return x + self.cross(q, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("keys", [SEQ, 7, 2 * SEQ])
+@pytest.mark.parametrize("causal", [True, False])
+def test_cross_attention_gets_a_plan_of_its_own(keys: int, causal: bool) -> None:
+    """The error says so, and it works. Also where the numbers of keys happen to be equal."""
+    model, x, states = Decoder(), torch.randn(2, SEQ, DIM), torch.randn(2, keys, DIM)
+    model.own.kind = "sdpa" if causal else "full"
+
+    def body(rank: virtual.VirtualRank, advised: bool) -> Tensor:
+        own = copy.deepcopy(model)
+        plan = ringattn.plan(SEQ, rank, causal=causal)
+        cross = ringattn.plan(SEQ, rank, seq_len_k=keys, layout=plan.layout)
+        ringattn.wrap(own, plan)
+        if advised:
+            ringattn.wrap(own.cross, cross)
+        return plan.unshard(own(plan.shard(x), cross.shard_k(states)))
+
+    if causal or keys != SEQ:
+        says = r"cross attention, give its module a plan of its own.*ringattn\.wrap\(model\.cross, "
+        with pytest.raises(ValueError, match=says):
+            virtual.run(2, functools.partial(body, advised=False))
+    for out in virtual.run(2, functools.partial(body, advised=True)):
+        torch.testing.assert_close(out, model(x, states))
 
 
 def test_before_and_after_accelerator_prepare_with_mixed_precision(request: pytest.FixtureRequest) -> None:

@@ -24,13 +24,13 @@ def check_dropout(name: str, dropout_p: float) -> None:
         raise NotImplementedError(f"{name} got dropout_p={dropout_p}, which ringattn does not support; set it to 0.0")
 
 
-def check_causal(name: str, plan: Plan, causal: bool, argument: str = "causal") -> None:
-    """Raise ValueError unless ``causal`` is what the plan's mask says."""
+def check_causal(name: str, plan: Plan, causal: bool, argument: str = "causal", more: str = "") -> None:
+    """Raise ValueError unless ``causal`` is what the plan's mask says. ``more``: to say of a call that is not."""
     right = window_of(plan)[1]
     if bool(causal) != (right == 0):
         raise ValueError(
             f"{name} got {argument}={bool(causal)}, but the plan is {'causal' if right == 0 else 'not'}; make the "
-            "plan with the causality of the layer"
+            f"plan with the causality of the layer{'' if causal else more}"
         )
 
 

@@ -3,11 +3,12 @@
     run = ringattn.wrap(model, plan)                # or wrap(model, lambda: plan), called in every forward
     loss = run(tokens, positions)                   # every attention call inside attends to the whole sequence
 
-``wrap`` gives the module, and the modules inside that may call attention, a subclass of their class whose ``forward``
-runs under a ``torch.overrides.TorchFunctionMode``. Nothing global changes: other modules, threads and processes see the
-functions they know; parameters, state_dict, hooks and the wrappers of FSDP and DDP stay as they are. Inner modules get
-the mode too, because activation checkpointing calls them again in the backward, after the outermost forward. They then
-get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is not a module raises.
+``wrap`` gives the module, and the modules inside that may call attention, a ``forward`` of their own that runs the one
+of their class under a ``torch.overrides.TorchFunctionMode``. Nothing global changes: other modules, threads and
+processes see the functions they know; types, parameters, state_dict, hooks and the wrappers of FSDP and DDP stay as
+they are. Inner modules get the mode too, because activation checkpointing calls them again in the backward, after the
+outermost forward. They then get the plan of their forward (:mod:`.recomputation`). A checkpointed function that is not
+a module raises.
 
 ``torch.compile`` traces the mode: the module, or layers inside it, may be compiled, with ``fullgraph=True``, before or
 after they are wrapped. Errors are raised during tracing.
@@ -20,11 +21,12 @@ raises if it has called no attention at all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
+import re
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -62,6 +64,12 @@ _ADVICE = (
 )
 
 
+_CROSS = (
+    "If this is cross attention, give its module a plan of its own after the model has got one: ringattn.wrap("
+    "model.cross, ringattn.plan(seq_len, seq_len_k=its_keys, layout=plan.layout)), and this rank's keys, shard_k()"
+)
+
+
 class _Source:
     """The plan, or the function that returns it, of one wrap()."""
 
@@ -72,6 +80,9 @@ class _Source:
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Source:
         return self  # copies of a module share it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Source, (_left_behind,)  # a plan belongs to the ranks that have made it
 
     def plan(self) -> Plan:
         """Return the plan of the forward that runs now."""
@@ -92,6 +103,13 @@ class _Source:
         if before[:2] == self._asked[:2] and before[2] != self._asked[2]:
             raise RuntimeError(f"a checkpointed function changes what plan_source returns. {_ADVICE}")
         return plan
+
+
+def _left_behind() -> Plan:
+    raise RuntimeError(
+        "this module was wrapped and then pickled, without its plan, which belongs to the ranks that have made it; "
+        "call ringattn.wrap(module, plan) again, with ringattn.plan(seq_len, ...) of this process"
+    )
 
 
 class _Local(threading.local):
@@ -119,7 +137,8 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
     Args:
         module: gets this rank's shards (:meth:`ringattn.Plan.shard`) and their ``plan.positions``.
         plan_source: a plan, or a function that returns the plan of the current sequence. Documents, padding and windows
-            are the plan's. Wrapping again replaces it.
+            are the plan's. Wrapping again replaces it, also that of a module inside, as of cross attention. It is not
+            pickled with the module, which raises until it is wrapped again.
 
     Raises:
         TypeError: not a module, or not a plan.
@@ -139,13 +158,12 @@ def wrap(module: M, plan_source: Plan | Callable[[], Plan]) -> M:
         torch.compiler.assume_constant_result(function)
     source = _Source(plan_source)
     for inner in [m for m in module.modules() if m is module or _may_attend(m)]:
-        if not isinstance(inner, _Ring):
-            base: Any = type(inner)
-            inner.__class__ = _subclass(base)
         key = next(_keys) if inner is module else None
         inner.__dict__.update(_ringattn_source=source, _ringattn_outermost=key)
-        if "forward" in vars(inner):
-            _run_own_forward(inner)
+        for name, bound in (("forward", _Forward), ("compile", _Compile), ("_compiled_call_impl", _Compiled)):
+            own = vars(inner).get(name)
+            if not isinstance(own, bound) and (bound is not _Compiled or own is not None):
+                inner.__dict__[name] = bound(inner, own)
     return module
 
 
@@ -163,48 +181,56 @@ def _may_attend(module: nn.Module) -> bool:
     return not of_torch and (type(module).forward is not nn.Module.forward or "forward" in vars(module))
 
 
-class _Ring:
-    """The mark of a wrapped class."""
+class _Bound:
+    """A function of a module in its ``__dict__``, in place of that of its class: the class, and so the type of the
+    module and what is pickled, stays its own. A copy or pickle belongs to the copy of the module, which is referred to
+    weakly, so that models are freed when they are dropped.
+
+    ``own``: what was in its place, as accelerator.prepare() sets a forward; None: the method of the class."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None = None) -> None:
+        self._module, self.own = weakref.ref(module), own
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("this is a method of a module that is gone; keep a reference to the module")
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self.own)
 
 
-@functools.cache
-def _subclass(base: Any) -> Any:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _running(self):
-            return super(subclass, self).forward(*args, **kwargs)
+class _Forward(_Bound):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        with _running(module):
+            return type(module).forward(module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Code that is compiled in place runs no Python of ours that could find the plan of a recomputation.
-        if self._compiled_call_impl is None or torch.compiler.is_compiling():
-            return super(subclass, self).__call__(*args, **kwargs)
-        with _recomputing(self):
-            return super(subclass, self).__call__(*args, **kwargs)
-
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    names: dict[str, Any] = {"forward": forward, "__call__": call, "__module__": base.__module__}
-    subclass: Any = type(base.__name__, (_Ring, base), names)
-    return subclass
+    @property
+    def __signature__(self) -> inspect.Signature | None:
+        module = self.module
+        with contextlib.suppress(TypeError, ValueError):  # not every callable has a signature
+            return inspect.signature(types.MethodType(type(module).forward, module) if self.own is None else self.own)
+        return None
 
 
-def _run_own_forward(module: nn.Module) -> None:
-    """Put the mode around a forward that is set on the instance, as by accelerator.prepare(), and hides the class's.
+class _Compile(_Bound):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        type(self.module).compile(self.module, *args, **kwargs)
+        self.module._compiled_call_impl = _Compiled(self.module, self.module._compiled_call_impl)
 
-    The new forward is a bound method and the old one an attribute, so that a copy of the module runs its own."""
-    old = vars(module)["forward"]
-    if getattr(getattr(old, "__func__", None), "_ringattn_runs_own", False):  # or what functools.wraps put around it
-        return
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _running(self):
-            return self.__dict__["_ringattn_forward"](*args, **kwargs)
+class _Compiled(_Bound):
+    """Code that is compiled in place runs no Python of ours that could find the plan of a recomputation."""
 
-    forward._ringattn_runs_own = True  # type: ignore[attr-defined]
-    with contextlib.suppress(TypeError, ValueError):  # not every callable has a signature
-        signature = inspect.signature(old)
-        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        parameters = [first, *signature.parameters.values()]
-        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    module.__dict__.update(_ringattn_forward=old, forward=types.MethodType(forward, module))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.own is not None
+        if torch.compiler.is_compiling():
+            return self.own(*args, **kwargs)
+        with _recomputing(self.module):
+            return self.own(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -244,6 +270,12 @@ def _running(module: nn.Module) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if _inside(source) else _outermost(source):
             yield
+    except RuntimeError as error:
+        # Functions that compile themselves, as flex_attention does, are refused during tracing, in torch's words.
+        refused = None if torch.compiler.is_compiling() else _refused_in(error)
+        if refused is None:
+            raise
+        raise NotImplementedError(refused) from None
     finally:
         if grad != had_grad:
             _local.grad = had_grad
@@ -254,6 +286,16 @@ def _running(module: nn.Module) -> Iterator[None]:
             "flash_attn_func from ringattn.flash and run it inside `with ringattn.use(plan)`; otherwise call "
             "ringattn.attention(q, k, v, plan) in it"
         )
+
+
+def _refused_in(error: BaseException | None) -> str | None:
+    """Return the text of a refusal of this file from an error of torch.compile; None for another error."""
+    while error is not None:
+        found = re.search(r"NotImplementedError\((['\"])(.*ringattn\.wrap\(\).*)\1\)", str(error))
+        if found and type(error).__module__.startswith("torch._dynamo"):
+            return found[2]
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextlib.contextmanager
@@ -366,7 +408,15 @@ def _scaled_dot_product_attention(
             "and describe the mask with causal, window_size and documents of ringattn.plan()"
         )
     check_dropout(name, dropout_p)
-    check_causal(name, plan, is_causal, "is_causal")
+    own, own_k = plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
+    if query.shape[-2] == own and key.shape[-2] != own_k and query.ndim == 4:
+        error = ValueError(
+            f"{name} got {key.shape[-2]} keys for {own} queries, but this rank holds {own_k} keys of the plan. {_CROSS}"
+        )
+        if not torch.compiler.is_compiling():
+            plan.refuse("attention()", error)
+        raise error
+    check_causal(name, plan, is_causal, "is_causal", f". {_CROSS}")
     if is_causal and plan.seq_len != plan.seq_len_k:
         raise NotImplementedError(
             f"{name} got is_causal=True for {plan.seq_len} queries and {plan.seq_len_k} keys of the plan: torch aligns "
