@@ -80,10 +80,11 @@ class Plan(plans.Plan):
                 seq_len, heads, ...). Returns tensors of that kind. It must treat heads independently; documents and
                 padding are its own to separate.
             tensors: this rank's shards, (batch, local tokens, ...), heads in ``heads_dim``. Their numbers may differ
-                (GQA): groups of query heads stay with their key head, and each rank needs at least one group.
+                (GQA): groups of query heads stay with their key head. Where there are fewer groups than ranks, the
+                others run the function with a group of zeros.
 
         Raises:
-            ValueError: shapes that do not fit, or fewer groups of heads than ranks.
+            ValueError: shapes that do not fit, or no heads.
         """
         from . import tokens
 

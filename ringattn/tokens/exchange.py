@@ -190,7 +190,8 @@ neighbours = differentiable("shift()", _neighbours, _neighbours_save, _neighbour
 
 
 def heads_of(groups: int, rank: int, world_size: int) -> range:
-    """Return the groups of heads that a rank computes: as equal as they can be."""
+    """Return the groups of heads that a rank computes: as equal as they can be. A rank without any gets one of zeros,
+    so that every function works there, too, and what it returns is not used."""
     return range(groups * rank // world_size, groups * (rank + 1) // world_size)
 
 
@@ -209,13 +210,15 @@ def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tenso
     _begin(plan, "heads()", x, 1, numbers)
     shares = _heads(plan, x.shape[heads_dim], groups)
     parts = [x.narrow(heads_dim, s.start, len(s)).contiguous() for s in shares]
-    return put(all_to_all(plan, parts, 1, plan.local_lengths), plan.shards, 1)
+    whole = put(all_to_all(plan, parts, 1, plan.local_lengths), plan.shards, 1)
+    return whole if shares[plan.rank] else resized(whole, heads_dim, x.shape[heads_dim] // groups).zero_()
 
 
 @_to_heads.register_fake
 def _to_heads_fake(x, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
     plan = plans.by_handle(plan_handle)
-    return resized(resized(x, 1, plan.seq_len), heads_dim, len(_heads(plan, x.shape[heads_dim], groups)[plan.rank]))
+    own = len(_heads(plan, x.shape[heads_dim], groups)[plan.rank])
+    return resized(resized(x, 1, plan.seq_len), heads_dim, own or x.shape[heads_dim] // groups)
 
 
 @torch.library.custom_op("ringattn::to_tokens", mutates_args=(), tags=_TAGS)
@@ -224,6 +227,7 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
     plan = plans.by_handle(plan_handle)
     plan.begin("heads() back", dict(plan=plan.digest, heads_dim=heads_dim, groups=groups), compared=False)
     shares = _heads(plan, _all_heads(plan, y, heads_dim, groups), groups)
+    y = y.narrow(heads_dim, 0, len(shares[plan.rank]))
     parts = [take(y, shard, 1).contiguous() for shard in plan.shards]
     return torch.cat(all_to_all(plan, parts, heads_dim, list(map(len, shares))), heads_dim)
 
@@ -236,7 +240,7 @@ def _to_tokens_fake(y, heads_dim, groups, plan_handle):  # type: ignore[no-untyp
 
 
 def _all_heads(plan: Plan, y: Tensor, heads_dim: int, groups: int) -> int:
-    return y.shape[heads_dim] // len(heads_of(groups, plan.rank, plan.world_size)) * groups
+    return y.shape[heads_dim] // max(len(heads_of(groups, plan.rank, plan.world_size)), 1) * groups
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -222,7 +222,7 @@ def _check_restarts(positions: Tensor | None, seq_len: int, plan: Begins, visibl
     if positions is None or seq_len < 2:
         return
     begin, real = plan
-    positions = positions.detach().cpu().reshape(-1, seq_len)
+    positions = torch.atleast_2d(positions.detach().cpu())
     inside = jumps(positions) & real[:, 1:] & real[:, :-1] & (begin[:, 1:] == begin[:, :-1])
     if not bool(inside.any()):
         return

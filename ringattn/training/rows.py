@@ -217,7 +217,7 @@ def _from_position_ids(batch: Mapping[str, Any], rows: int, seq_len: int, real: 
     positions = in_text(batch["position_ids"].detach().cpu())
     if positions is None:
         return None
-    positions = positions.reshape(-1, seq_len).expand(rows, -1)
+    positions = positions.expand(rows, -1)
     if real is None:
         return F.pad(jumps(positions).cumsum(1), (min(seq_len, 1), 0))
     inside = jumps(positions) & real[:, 1:] & real[:, :-1]

@@ -114,13 +114,13 @@ class Tokens:
                 return self._errors(*pair)
             rows = whole.shape[dim] // max(self.seq_len, 1)
             if dim == 0 and rows > 1 and whole.shape[0] == rows * self.seq_len and local.shape[0] == rows * length:
-                pair = whole.unflatten(0, (rows, -1)).movedim(1, 0), local.unflatten(0, (rows, -1)).movedim(1, 0)
+                pair = whole.unflatten(0, (rows, -1)).movedim(1, 0), local.unflatten(0, (rows, length)).movedim(1, 0)
                 return self._errors(*pair)
         return None
 
     def _errors(self, whole: Tensor, local: Tensor) -> Tensor:
         expected, wide = whole[self.positions.to(whole.device)], torch.float64
-        difference = (expected.to(wide) - local.to(wide)).abs().reshape(len(expected), -1)
+        difference = (expected.to(wide) - local.to(wide)).abs().reshape(len(expected), expected[:1].numel())
         finite = whole.to(wide).abs().nan_to_num(0.0, 0.0, 0.0)
         scale = finite.amax() if finite.numel() else finite.new_tensor(0.0)
         # The same infinity on both sides is not a difference; any other is a large one.
