@@ -102,7 +102,10 @@ def _compare(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
             "express; make the plan with cu_seqlens, or call flash_attn_func"
         )
     if len(q) != len(k):
-        raise ValueError(f"{name} got cu_seqlens_q of {len(q) - 1} documents and cu_seqlens_k of {len(k) - 1}")
+        raise ValueError(
+            f"{name} got cu_seqlens_q of {len(q) - 1} documents and cu_seqlens_k of {len(k) - 1}; give both the same "
+            "number, empty documents included"
+        )
     in_call, in_plan = q[1:] > q[:-1], mask.past > mask.first  # documents with queries
     low, high = mask.low.clamp(min=0), mask.high.clamp(max=plan.seq_len_k)
     for argument, of_call, of_plan in (
@@ -112,7 +115,8 @@ def _compare(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         if not torch.equal(bounds, begins):
             raise ValueError(
                 f"{name} got {argument} of {len(bounds)} documents, but the plan has {len(begins)} that begin at other "
-                f"tokens ({_first_difference(bounds, begins)}); make the plan with {argument}={argument}"
+                f"tokens ({_first_difference(bounds, begins)}); make the plan with cu_seqlens=cu_seqlens_q, and "
+                "cu_seqlens_k=cu_seqlens_k where those of the keys differ"
             )
 
 

@@ -87,7 +87,7 @@ def _shard(plan: Cut, batch: Mapping[str, Any], seq_dims: dict[str, int | None])
 
     for name in seq_dims:
         if name not in batch:
-            raise ValueError(f"seq_dims names {name!r}, but the batch has {', '.join(map(repr, batch))}")
+            raise ValueError(f"seq_dims names {name!r}, but the batch has {', '.join(map(repr, batch))}; leave it out")
     dims = {name: _dim_of(name, x, rows, seq_len) for name, x in batch.items() if name not in (*BOUNDARIES, *seq_dims)}
     dims |= seq_dims
     local = {name: batch[name] if dim is None else plan.shard(batch[name], dim) for name, dim in dims.items()}
