@@ -2,6 +2,7 @@
 
 from .training.loss import count_targets as count_targets
 from .training.loss import cross_entropy as cross_entropy
+from .training.loss import linear_cross_entropy as linear_cross_entropy
 from .training.loss import log_probs as log_probs
 from .training.loss import reduced as reduced
 from .training.loss import row_sums as row_sums

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from pool import on_ranks
+from suite import few
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
 from ringattn import loss, virtual
@@ -32,28 +37,35 @@ def problem(masked: str) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("masked", ["none", "some", "prompt", "all"])
 @pytest.mark.parametrize("wrapper", ["averages", "sums"])
 @pytest.mark.parametrize(("layout", "world_size"), [("zigzag", 1), ("zigzag", 4), ("contiguous", 3), ("striped", 20)])
-def test_equals_one_process(masked: str, wrapper: str, layout: str, world_size: int) -> None:
+@pytest.mark.parametrize("chunk", [None, *few([5, 1, 1 << 30])])  # tokens whose logits exist together; None: cross_entropy()
+def test_equals_one_process(masked: str, wrapper: str, layout: str, world_size: int, chunk: int | None) -> None:
     x, weight, targets = problem(masked)
-    parameter = weight.clone().requires_grad_()
-    whole = F.cross_entropy((x @ parameter.T).flatten(0, 1), targets.flatten(), reduction="sum")
+    bias = weight[:, 0] / 3
+    inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    whole = F.cross_entropy(F.linear(*inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     whole = whole / max(int((targets != -100).sum()), 1)
-    (expected,) = torch.autograd.grad(whole, parameter)
+    expected = torch.autograd.grad(whole, inputs)
 
-    def body(rank: virtual.VirtualRank) -> tuple[float, float, Tensor]:
+    def body(rank: virtual.VirtualRank) -> tuple[float, float, list[Tensor]]:
         plan = ringattn.plan(SEQ, rank, layout=layout)
-        parameter = weight.clone().requires_grad_()
-        logits, local = plan.shard(x) @ parameter.T, plan.shard(targets)
-        part = loss.cross_entropy(logits, local, rank, wrapper=wrapper)
-        (gradient,) = torch.autograd.grad(part, parameter)
-        rank.all_reduce(gradient, "sum")  # as a wrapper does
-        gradient = gradient / world_size if wrapper == "averages" else gradient
-        return part.item(), loss.reduced(part, rank, wrapper=wrapper).item(), gradient
+        local = plan.shard(targets)
+        hidden, *parameters = (t.clone().requires_grad_() for t in (plan.shard(x), weight, bias))
+        if chunk is None:
+            part = loss.cross_entropy(F.linear(hidden, *parameters), local, rank, wrapper=wrapper)
+        else:
+            part = loss.linear_cross_entropy(
+                hidden, parameters[0], local, rank, wrapper=wrapper, chunk=chunk, bias=parameters[1]
+            )
+        of_tokens, *gradients = torch.autograd.grad(part, [hidden, *parameters])
+        gradients = [plan.unshard(of_tokens), *(rank.all_reduce(g, "sum") for g in gradients)]  # as a wrapper does
+        scale = world_size if wrapper == "averages" else 1
+        return part.item(), loss.reduced(part, rank, wrapper=wrapper).item(), [g / scale for g in gradients]
 
     results = virtual.run(world_size, body)
-    for _, value, gradient in results:
+    for _, value, gradients in results:
         assert math.isfinite(value)
         assert value == pytest.approx(whole.item(), rel=1e-13, abs=1e-13)
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, [*expected], rtol=1e-12, atol=1e-14)
     if masked == "prompt" and layout == "contiguous":
         assert results[0][0] == 0.0  # a shard without targets contributes 0, not NaN
 
@@ -89,6 +101,104 @@ def test_accumulation_divides_by_the_targets_of_all_batches(wrapper: str) -> Non
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_logits_of_a_chunk_exist_at_a_time(rows: int) -> None:
+    hidden, targets = torch.randn(rows, 32, 4, requires_grad=True), torch.zeros(rows, 32, dtype=torch.int64)
+    weight = torch.randn(500, 4, requires_grad=True)
+    with Largest() as largest:
+        loss.linear_cross_entropy(hidden, weight, targets, wrapper="sums", chunk=8).backward()
+    assert largest.elements == 8 * 500
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_chunks_in_low_precision_are_summed_in_float32(autocast: bool) -> None:
+    """Many chunks have the gradients of one, rounded once; logits of a chunk are those of autocast. All tokens have the
+    same sign in an element of the weight's gradient: a sum in bf16 would stop growing after 256 of them."""
+    g = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    hidden, weight = torch.rand(1, 512, 16, generator=g).to(dtype), torch.randn(8, 16, generator=g).to(dtype)
+    targets = torch.zeros(1, 512, dtype=torch.int64)
+
+    def run(chunk: int) -> tuple[Tensor, ...]:
+        inputs = [t.clone().requires_grad_() for t in (hidden, weight)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            value = loss.linear_cross_entropy(*inputs, targets, wrapper="sums", chunk=chunk)
+        assert value.dtype == torch.float32
+        return value.detach(), *torch.autograd.grad(value, inputs)
+
+    (one, *gradients), (value, *chunked) = run(512), run(1)
+    logits = F.linear(hidden.bfloat16(), weight.bfloat16()).float()
+    torch.testing.assert_close(one, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    torch.testing.assert_close(value, one)
+    for got, want in zip(chunked, gradients, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
+
+
+def test_chunks_without_gradients() -> None:
+    x, weight, targets = problem("some")
+    whole = loss.cross_entropy(x @ weight.T, targets, wrapper="sums")
+    with torch.no_grad():
+        assert not loss.linear_cross_entropy(x, weight, targets, wrapper="sums", chunk=3).requires_grad
+    part = loss.linear_cross_entropy(x, weight.requires_grad_(), targets, wrapper="sums", chunk=3)  # a frozen decoder
+    torch.testing.assert_close(part, whole)
+
+
+class WithLoss(nn.Module):
+    """A model of plain modules that computes its loss itself, as FSDP2 needs it."""
+
+    def __init__(self, weight: Tensor, chunk: int | None) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, VOCABULARY, bias=False)
+        self.chunk = chunk
+        with torch.no_grad():
+            self.body.weight.copy_(weight[:DIM])
+            self.head.weight.copy_(weight)
+
+    def forward(self, x: Tensor, shift_labels: Tensor, group: object = None) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        if self.chunk is None:
+            return loss.cross_entropy(self.head(hidden), shift_labels, group, wrapper="averages")
+        return loss.linear_cross_entropy(
+            hidden, self.head.weight, shift_labels, group, wrapper="averages", chunk=self.chunk
+        )
+
+
+def of_fsdp2() -> list[Tensor]:
+    """Return loss and gradients over the ranks, and of one process; the refusal of a weight that is sharded."""
+    x, weight, targets = problem("prompt")
+    plan = ringattn.plan(SEQ, layout="contiguous")
+    one, model = (WithLoss(weight, chunk).double() for chunk in (None, 5))
+    alone = one(x, targets, virtual.VirtualRank(0, 1))
+    alone.backward()
+    fully_shard(model, mesh=init_device_mesh("cpu", (plan.world_size,)))
+    with pytest.raises(TypeError, match="DTensor.*inside of the forward of the module that fully_shard"):
+        loss.linear_cross_entropy(plan.shard(x), model.head.weight, plan.shard(targets), wrapper="averages")
+    part = model(plan.shard(x), plan.shard(targets))
+    part.backward()
+    torch.testing.assert_close(loss.reduced(part, wrapper="averages"), alone.detach(), rtol=1e-12, atol=1e-14)
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-12, atol=1e-14)
+    return [alone.detach()]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_plain_modules_with_fsdp2_equal_one_process(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
+    assert len(pools(world_size).run(of_fsdp2)) == world_size
+
+
 def test_low_precision_logits_are_summed_in_float32() -> None:
     x, weight, targets = problem("none")
     logits = (x @ weight.T).bfloat16()
@@ -103,12 +213,21 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
         (lambda x, t: loss.cross_entropy(x, t, wrapper="mean"), "wrapper is 'mean'.*'averages'.*'sums'"),
         (lambda x, t: loss.cross_entropy(x, t[:, 1:], wrapper="sums"), "targets \\(2, 16\\)"),
         (lambda x, t: loss.count_targets([]), "targets is empty"),
+        (lambda x, t: linear(x, t[:, 1:]), "hidden have shape \\(2, 17, 11\\) and targets \\(2, 16\\)"),
+        (lambda x, t: linear(x, t, weight=torch.zeros(11, 6)), "weight must be \\(vocabulary, hidden size\\)"),
+        (lambda x, t: linear(x, t, chunk=0), "chunk is 0 tokens"),
+        (lambda x, t: linear(x, t, wrapper="mean"), "wrapper is 'mean'"),
     ],
 )
 def test_refuses(call, says: str) -> None:  # type: ignore[no-untyped-def]
     x, weight, targets = problem("none")
     with pytest.raises(ValueError, match=says):
         call(x @ weight.T, targets)
+
+
+def linear(hidden: Tensor, targets: Tensor, **changed: object) -> Tensor:
+    arguments = dict(weight=torch.zeros(5, VOCABULARY, dtype=torch.float64), wrapper="sums") | changed
+    return loss.linear_cross_entropy(hidden, shift_labels=targets, **arguments)  # type: ignore[arg-type]
 
 
 def test_a_sum_keeps_the_time_limit_of_attention() -> None:

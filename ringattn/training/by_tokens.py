@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def by_tokens(module: nn.Module, chunk: int) -> None:
         if x.shape[1] <= chunk and not torch.is_grad_enabled():
             return whole(x, *args, **kwargs)
 
-        def function(piece: Tensor) -> Tensor:
+        def function(piece: Tensor, tokens: slice) -> Tensor:
             y = whole(piece, *args, **kwargs)
             if not isinstance(y, Tensor):
                 raise TypeError(
@@ -44,15 +45,24 @@ def by_tokens(module: nn.Module, chunk: int) -> None:
                 )
             return y
 
-        parts = [Part(tokens, function) for tokens in chunks(x.shape[1], chunk)]
-        return run_in_parts(x, parts, parameters_of([("", module)]))
+        return run_by_tokens(function, x, chunk, parameters_of([("", module)]))
 
     module.forward = forward
 
 
-def chunks(tokens: int, chunk: int) -> list[slice]:
-    """Return slices of ``chunk`` tokens, the last one shorter."""
-    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+def run_by_tokens(
+    function: Callable[[Tensor, slice], Tensor], x: Tensor, chunk: int, parameters: Sequence[Tensor]
+) -> Tensor:
+    """Return what ``function(x[:, tokens], tokens)`` makes of ``chunk`` tokens at a time, in their order; the sum of
+    what it returns if these are scalars.
+
+    Args:
+        x: (batch, tokens, ...); without tokens it is one empty chunk.
+        parameters: all that the function uses and that may have gradients, see :func:`.parts.run_in_parts`.
+    """
+    starts = range(0, max(x.shape[1], 1), chunk)
+    chunks = [slice(start, min(start + chunk, x.shape[1])) for start in starts]
+    return run_in_parts(x, [Part(tokens, partial(function, tokens=tokens)) for tokens in chunks], parameters)
 
 
 def refuse_dropout(module: nn.Module, what: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..agreement import Value
 from ..transport import group as transports
 from ..transport import lockstep
+from .by_tokens import run_by_tokens
 from .rows import IGNORE, class_ids
 
 _WRAPPERS = ("averages", "sums")
@@ -75,6 +76,61 @@ def cross_entropy(
     return _part(losses, count_targets(targets, group, ignore_index=ignore_index) if total is None else total, ranks)
 
 
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    shift_labels: Tensor,
+    group: Any = None,
+    *,
+    wrapper: str,
+    bias: Tensor | None = None,
+    total: Tensor | int | None = None,
+    ignore_index: int = IGNORE,
+    chunk: int = 4096,
+) -> Tensor:
+    """Return :func:`cross_entropy` of the logits ``F.linear(hidden, weight, bias)`` without all of them in memory:
+    those of ``chunk`` tokens exist at a time, in the forward and again in the backward.
+
+    The loss and its gradients with respect to hidden, weight and bias are those of all logits at once, but for the
+    order of sums; those of weight and bias are summed over the chunks in float32 (float64 for float64 weights).
+
+    Args:
+        hidden: (batch, local tokens, hidden size), what the last norm returns.
+        weight: (vocabulary, hidden size), of the head or of a tied embedding. FSDP2 shards it outside of forwards: call
+            this inside of the forward of the module that ``fully_shard`` wraps and that the weight belongs to.
+        shift_labels: (batch, local tokens), ``targets`` of :func:`cross_entropy`.
+        group, wrapper, total, ignore_index: as for :func:`cross_entropy`.
+        bias: (vocabulary,).
+        chunk: tokens of all rows together.
+
+    Raises:
+        ValueError: shapes that do not fit, or chunk is not positive.
+        TypeError: weight or bias is a DTensor.
+    """
+    ranks = _ranks(wrapper, group)
+    _check_targets("hidden", hidden, shift_labels, "hidden size")
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk} tokens; it must be at least 1")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; weight must be (vocabulary, "
+            "hidden size), as that of nn.Linear"
+        )
+    parameters = [weight] if bias is None else [weight, bias]
+    if any(hasattr(x, "placements") for x in parameters):  # a DTensor, without importing it
+        raise TypeError(
+            "weight is a DTensor, sharded by FSDP2 or tensor parallelism; call linear_cross_entropy() inside of the "
+            "forward of the module that fully_shard() wraps, where its parameters are whole"
+        )
+    targets = class_ids("shift_labels", shift_labels).reshape(-1)
+
+    def losses(x: Tensor, tokens: slice) -> Tensor:
+        return _token_losses(F.linear(x[0], weight, bias), targets[tokens], ignore_index, reduction="sum")
+
+    count = count_targets(shift_labels, group, ignore_index=ignore_index) if total is None else total
+    return _part(run_by_tokens(losses, hidden.reshape(1, -1, hidden.shape[-1]), chunk, parameters), count, ranks)
+
+
 def log_probs(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE) -> Tensor:
     """Return the log-probability of each token's target, (batch, local tokens), and 0 where there is none: float32, or
     float64 for float64 logits.
@@ -111,15 +167,19 @@ def reduced(loss: Tensor, group: Any = None, *, wrapper: str) -> Tensor:
 
 
 def _token_losses(logits: Tensor, targets: Tensor, ignore_index: int, reduction: str = "none") -> Tensor:
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)} and targets {tuple(targets.shape)}; "
-            "they must be (batch, local tokens, vocabulary) and (batch, local tokens)"
-        )
+    _check_targets("logits", logits, targets, "vocabulary")
     targets = class_ids("targets", targets)
     wide = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction=reduction)
     return losses.reshape(targets.shape) if reduction == "none" else losses
+
+
+def _check_targets(name: str, x: Tensor, targets: Tensor, last: str) -> None:
+    if x.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"{name} have shape {tuple(x.shape)} and targets {tuple(targets.shape)}; "
+            f"they must be (batch, local tokens, {last}) and (batch, local tokens)"
+        )
 
 
 def _summed(x: Tensor, group: Any, call: str) -> Tensor:

@@ -61,7 +61,7 @@ class Part(NamedTuple):
     function: Callable[[Tensor], Tensor]
 
 
-def run_in_parts(x: Tensor, parts: Sequence[Part], parameters: Sequence[nn.Parameter]) -> Tensor:
+def run_in_parts(x: Tensor, parts: Sequence[Part], parameters: Sequence[Tensor]) -> Tensor:
     """Return the sum of all parts' results, (batch, tokens, ...) or a scalar, which is a scalar's sum.
 
     Args:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...training.by_heads import by_heads
-from ...training.by_tokens import by_tokens, chunks
-from ...training.parts import Part, parameters_of, run_in_parts
+from ...training.by_tokens import by_tokens, run_by_tokens
+from ...training.parts import parameters_of
 from ...training.recompute import Recompute, recompute
 from ...training.stand_in import stand_in
 from .models import unwrapped
@@ -109,18 +109,15 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
             )
         hidden = getattr(model, prefix)(*args, **kwargs).last_hidden_state
 
-        def part(tokens: slice) -> Part:
-            def loss(x: Tensor) -> Tensor:
-                decoder = lambda **unused: BaseModelOutputWithPast(last_hidden_state=cast(Any, x))  # noqa: E731
-                head = stand_in(model, kind, **{prefix: decoder})
-                targets = shift_labels[:, tokens]
-                return whole(head, labels=targets, shift_labels=targets, num_items_in_batch=total).loss
-
-            return Part(tokens, loss)
+        def loss(x: Tensor, tokens: slice) -> Tensor:
+            decoder = lambda **unused: BaseModelOutputWithPast(last_hidden_state=cast(Any, x))  # noqa: E731
+            head = stand_in(model, kind, **{prefix: decoder})
+            targets = shift_labels[:, tokens]
+            return whole(head, labels=targets, shift_labels=targets, num_items_in_batch=total).loss
 
         others = ((name, child) for name, child in model.named_children() if name != prefix)
         parameters = [*model.parameters(recurse=False), *parameters_of(others)]
-        total_loss = run_in_parts(hidden, [*map(part, chunks(hidden.shape[1], chunk))], parameters)
+        total_loss = run_by_tokens(loss, hidden, chunk, parameters)
         return CausalLMOutputWithPast(loss=cast(Any, total_loss))  # the fields are FloatTensors, no Tensors
 
     model.forward = forward
