@@ -135,4 +135,4 @@ def costs_of(transport: Transport) -> tuple[Costs, str]:
         costs = cost.read(file, link)
         if costs is not None:
             return costs, f"measured, {file}"
-    return cost.default(kind, link), "defaults"
+    return cost.default(kind, link), f"defaults of {'H200s' if kind == 'cuda' else 'CPU threads'} with {link}"

@@ -50,9 +50,11 @@ class Flow(Protocol):
 
     def meetings(self, plan: Plan) -> list[str]: ...
 
-    def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str: ...
+    def moves_inside(self, plan: Plan) -> str: ...
 
-    def verify(self, plan: Plan) -> None: ...
+    def describe(self, plan: Plan, shape: Shape) -> str: ...
+
+    def verify(self, plan: Plan) -> str: ...
 
     def prepare(self, plan: Plan) -> None: ...
 
@@ -410,26 +412,31 @@ class Plan:
         return self.flow.memory_bytes(self, Shape(**shape), backward)
 
     @on_the_host
-    def describe(self, *, tflops: float = 500.0, gigabytes_per_second: float = 300.0, **shape: int) -> str:
+    def describe(self, **shape: int) -> str:
         """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
         "auto" chose this dataflow.
 
-        Predictions are for ``shape`` (:class:`.shape.Shape`), a kernel at ``tflops`` TFLOP/s and links at
-        ``gigabytes_per_second`` GB/s in each direction; they are arithmetic, not measurements.
+        Predictions are for ``shape`` (:class:`.shape.Shape`); they are arithmetic, not measurements, with one set of
+        rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this machine, or default
+        ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan` describes GPUs on a
+        machine that has none.
         """
-        return self.flow.describe(self, Shape(**shape), tflops, gigabytes_per_second)
+        return self.flow.describe(self, Shape(**shape))
 
     @on_the_host
-    def verify(self) -> None:
+    def verify(self) -> str:
         """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has its
         receive in the same order, every contribution comes home exactly once.
 
         Time O(world_size * (seq_len + seq_len_k)).
 
+        Returns:
+            A sentence that says what was proved.
+
         Raises:
             AssertionError: with what is wrong and where.
         """
-        self.flow.verify(self)
+        return self.flow.verify(self)
 
 
 # What is derived from a plan once

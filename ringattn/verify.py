@@ -17,6 +17,24 @@ from .layouts.schedule import Fetch, Schedule
 from .plans import Plan
 
 
+class Proof(str):
+    """A sentence that says what was proved; true, as it would not exist otherwise."""
+
+    __repr__ = str.__str__
+
+    @classmethod
+    def of(cls, plan: Plan, moved: str) -> Proof:
+        """Return that of a plan whose coverage was proved (:func:`check_coverage`), and ``moved`` of its transfers."""
+        every = torch.arange(plan.seq_len, device="cpu")
+        pairs = sum(int((end - start).sum()) for start, end in (m.intervals(every) for m in plan.mask.members))
+        n, rows = plan.world_size, plan.mask.rows
+        return cls(
+            f"proved for {f'all {n} ranks' if n > 1 else 'one rank'}: each of {plan.seq_len:,} queries and "
+            f"{plan.seq_len_k:,} keys is held once, each of {pairs:,} visible (query, key) pairs"
+            f"{f' of {rows} rows' * (rows > 1)} is computed once and no other pair{f', {moved}' * (n > 1)}"
+        )
+
+
 def require(condition: object, message: str) -> None:
     """Raise AssertionError with ``message`` unless ``condition`` holds; unlike ``assert`` also under ``python -O``."""
     if not condition:

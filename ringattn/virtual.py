@@ -1,7 +1,8 @@
 """Virtual ranks: threads of one process in place of processes, any number of them on one CPU or one GPU.
 
 The dataflows run unchanged over queues of messages in place of a network, so that 64 ranks can be compared with one,
-and a plan can be described and verified without a process group.
+and a plan can be described and verified without a process group: :class:`VirtualRank` on this device, :func:`gpus` on
+GPUs that this machine does not have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .peer.mailbox import Mailbox
+from .plan_arguments import nodes_of
 from .transport.group import Transport
 from .transport.pending import Message, Pending
 
@@ -106,6 +108,36 @@ class VirtualRank(Transport):
             return super().start_words(words)
         rows = self.world.exchange(self.rank, words)
         return lambda: torch.stack(rows())
+
+
+class _Gpu(VirtualRank):
+    """A GPU that need not exist, whose host's GPUs access each other's memory."""
+
+    linked = ()  # type: ignore[assignment]
+    ended = True  # type: ignore[assignment]  # plan() keeps no plan of it
+
+
+def gpus(world_size: int, local_size: int | None = None, *, rank: int = 0, linked: bool = True) -> VirtualRank:
+    """Return one of ``world_size`` GPUs that need not exist, to look at a plan on any machine::
+
+        plan = ringattn.plan(1 << 20, ringattn.virtual.gpus(16, local_size=8), causal=True)
+        print(plan.describe(q_heads=32, kv_heads=8, head_dim=128))
+
+    Layout, dataflow, memory and times are those that 16 such GPUs choose and predict by default rates. It moves
+    nothing, and tensors of the plan, such as its positions, need a GPU: read ``plan.shards`` instead.
+
+    Args:
+        local_size: GPUs of a host, which divides world_size; None: all are of one.
+        linked: whether the GPUs of a host access each other's memory (NVLink).
+
+    Raises:
+        ValueError: a number that does not fit.
+    """
+    gpu, local_size = _Gpu(rank, world_size, "cuda"), local_size or world_size
+    nodes = nodes_of(local_size, world_size)
+    gpu.hosts = tuple(r // local_size for r in range(world_size))
+    gpu.linked = nodes if linked else ()  # type: ignore[assignment]
+    return gpu
 
 
 @dataclass

@@ -28,15 +28,8 @@ from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
 
-class Pulling(VirtualRank):
-    pulls = True  # type: ignore[assignment]
-
-
 def gpus(world_size: int, pulls: bool = True, rank: int = 0) -> VirtualRank:
-    """A rank that says it is a GPU, and moves nothing."""
-    made = (Pulling if pulls else VirtualRank)(rank, world_size)
-    made.device = torch.device("cuda")
-    return made
+    return virtual.gpus(world_size, rank=rank, linked=pulls)
 
 
 def choice(tokens: int, world_size: int = 4, pulls: bool = True, **more: Any) -> dataflow_time.Choice:
@@ -144,7 +137,14 @@ def ring_ms(pairs: list[list[float]], **change: float) -> tuple[float, float]:
     n = len(pairs)
     problem = replace(choice(8192, n, pulls=False).problem, pairs=[[x * 2**25 for x in row] for row in pairs])
     free = dict(
-        ring_forward_ms=0.0, ring_backward_ms=0.0, kernel_ms=0.0, memory_gbs=1e9, message_ms=0.0, contention=0.0
+        forward_tflops=640.0,
+        backward_tflops=540.0,
+        ring_forward_ms=0.0,
+        ring_backward_ms=0.0,
+        kernel_ms=0.0,
+        memory_gbs=1e9,
+        message_ms=0.0,
+        contention=0.0,
     )
     costs = replace(cost.DEFAULTS["cuda", "copy engines"], **free | dict(message_gbs=1e9) | change)
     found = dataflow_time.choose(problem, costs, "").of("ring")

@@ -42,7 +42,7 @@ TESTS = {
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "parallelism": ["test_tensor_parallelism", "test_pipeline"],
-    "planner": ["test_planner_page"],
+    "planner": ["test_planner_page", "test_a_plan_of_gpus_on_a_laptop"],
     "preferences": ["test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
@@ -160,6 +160,13 @@ def test_check_page(capsys: pytest.CaptureFixture[str]) -> None:
     model = ringattn.wrap(Decoder(), ringattn.plan(SEQ, VirtualRank(0, 1), causal=True))
     run("check", ringattn=ringattn, model=model, batch=batches()[0])
     assert capsys.readouterr().out.startswith("exact: loss ")
+
+
+def test_a_plan_of_gpus_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
+    run("planner", 1, ringattn=ringattn)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("rates: defaults of H200s with copy engines: ")
+    assert last.startswith("proved for all 8 ranks: each of 1,048,576 queries")
 
 
 def test_planner_page() -> None:

@@ -37,11 +37,10 @@ def problem(masked: str) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("masked", ["none", "some", "prompt", "all"])
 @pytest.mark.parametrize("wrapper", ["averages", "sums"])
 @pytest.mark.parametrize(("layout", "world_size"), [("zigzag", 1), ("zigzag", 4), ("contiguous", 3), ("striped", 20)])
-@pytest.mark.parametrize("chunk", [None, *few([5, 1, 1 << 30])])  # tokens whose logits exist together; None: cross_entropy()
+@pytest.mark.parametrize("chunk", [None, *few([5, 1, 1 << 30])])  # None: cross_entropy()
 def test_equals_one_process(masked: str, wrapper: str, layout: str, world_size: int, chunk: int | None) -> None:
     x, weight, targets = problem(masked)
-    bias = weight[:, 0] / 3
-    inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    inputs = [t.clone().requires_grad_() for t in (x, weight)]
     whole = F.cross_entropy(F.linear(*inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     whole = whole / max(int((targets != -100).sum()), 1)
     expected = torch.autograd.grad(whole, inputs)
@@ -49,15 +48,13 @@ def test_equals_one_process(masked: str, wrapper: str, layout: str, world_size: 
     def body(rank: virtual.VirtualRank) -> tuple[float, float, list[Tensor]]:
         plan = ringattn.plan(SEQ, rank, layout=layout)
         local = plan.shard(targets)
-        hidden, *parameters = (t.clone().requires_grad_() for t in (plan.shard(x), weight, bias))
+        hidden, parameter = (t.clone().requires_grad_() for t in (plan.shard(x), weight))
         if chunk is None:
-            part = loss.cross_entropy(F.linear(hidden, *parameters), local, rank, wrapper=wrapper)
+            part = loss.cross_entropy(F.linear(hidden, parameter), local, rank, wrapper=wrapper)
         else:
-            part = loss.linear_cross_entropy(
-                hidden, parameters[0], local, rank, wrapper=wrapper, chunk=chunk, bias=parameters[1]
-            )
-        of_tokens, *gradients = torch.autograd.grad(part, [hidden, *parameters])
-        gradients = [plan.unshard(of_tokens), *(rank.all_reduce(g, "sum") for g in gradients)]  # as a wrapper does
+            part = loss.linear_cross_entropy(hidden, parameter, local, rank, wrapper=wrapper, chunk=chunk)
+        of_tokens, gradient = torch.autograd.grad(part, [hidden, parameter])
+        gradients = [plan.unshard(of_tokens), rank.all_reduce(gradient, "sum")]  # as a wrapper does
         scale = world_size if wrapper == "averages" else 1
         return part.item(), loss.reduced(part, rank, wrapper=wrapper).item(), [g / scale for g in gradients]
 
@@ -156,6 +153,17 @@ def test_chunks_without_gradients() -> None:
     torch.testing.assert_close(part, whole)
 
 
+class Around(nn.Module):
+    """A module around it, so that FSDP2 shards its parameters again after its forward, as those of a layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.model(*args)
+
+
 class WithLoss(nn.Module):
     """A model of plain modules that computes its loss itself, as FSDP2 needs it."""
 
@@ -176,27 +184,29 @@ class WithLoss(nn.Module):
         )
 
 
-def of_fsdp2() -> list[Tensor]:
-    """Return loss and gradients over the ranks, and of one process; the refusal of a weight that is sharded."""
+def of_fsdp2(around: bool) -> bool:
+    """Compare loss and gradients over the ranks with those of one process; a weight that is sharded is refused."""
     x, weight, targets = problem("prompt")
     plan = ringattn.plan(SEQ, layout="contiguous")
     one, model = (WithLoss(weight, chunk).double() for chunk in (None, 5))
     alone = one(x, targets, virtual.VirtualRank(0, 1))
     alone.backward()
     fully_shard(model, mesh=init_device_mesh("cpu", (plan.world_size,)))
-    with pytest.raises(TypeError, match="DTensor.*inside of the forward of the module that fully_shard"):
+    with pytest.raises(TypeError, match=r"DTensor.*inside of the forward of the module that fully_shard"):
         loss.linear_cross_entropy(plan.shard(x), model.head.weight, plan.shard(targets), wrapper="averages")
-    part = model(plan.shard(x), plan.shard(targets))
+    outer = fully_shard(Around(model), mesh=init_device_mesh("cpu", (plan.world_size,))) if around else model
+    part = outer(plan.shard(x), plan.shard(targets))
     part.backward()
     torch.testing.assert_close(loss.reduced(part, wrapper="averages"), alone.detach(), rtol=1e-12, atol=1e-14)
     for got, want in zip(model.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-12, atol=1e-14)
-    return [alone.detach()]
+    return True
 
 
+@pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("world_size", on_ranks(2))
-def test_plain_modules_with_fsdp2_equal_one_process(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
-    assert len(pools(world_size).run(of_fsdp2)) == world_size
+def test_plain_modules_with_fsdp2_equal_one_process(pools, world_size: int, around: bool) -> None:  # type: ignore[no-untyped-def]
+    assert pools(world_size).run(of_fsdp2, around) == [True] * world_size
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:

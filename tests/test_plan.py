@@ -20,7 +20,7 @@ from pool import Pool, on_ranks
 from suite import calls, examples
 
 import ringattn
-from ringattn import factory, plans
+from ringattn import choosing, factory, plans
 from ringattn import plan as plan_function
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels import long_sums
@@ -30,7 +30,7 @@ from ringattn.layouts.schedule import Schedule, Step
 from ringattn.memo import Memo
 from ringattn.transport import group as transports
 from ringattn.verify import check_coverage
-from ringattn.virtual import VirtualRank
+from ringattn.virtual import VirtualRank, gpus
 
 # Agreement: every rank passes arguments of its own, and reports what it was told.
 
@@ -208,7 +208,7 @@ def test_auto_dataflow_moves_the_smaller_side() -> None:
 def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case]) -> None:
     world_size, case = drawn
     made = [case.plan(VirtualRank(r, world_size)) for r in range(world_size)]
-    made[0].verify()
+    proof = made[0].verify()
     visible = case.visible()
     rows = made[0].mask.rows
     assert rows in (1, case.batch)
@@ -224,6 +224,11 @@ def test_verify_passes_and_counts_are_those_of_the_mask(drawn: tuple[int, Case])
         assert gathered_block(plan).pairs == pytest.approx(sum(pairs[q]) / rows)
     for positions, n in (([p.positions for p in made], case.seq_len), ([p.positions_k for p in made], case.keys)):
         assert torch.equal(torch.cat(positions).sort().values, torch.arange(n))
+    total = sum(map(sum, pairs))
+    assert proof, "truth of what returned nothing before"
+    assert str(proof) == repr(proof) == f"{proof}"
+    assert f"each of {case.seq_len:,} queries and {case.keys:,} keys is held once, each of {total:,} visible" in proof
+    assert proof.startswith(f"proved for all {world_size} ranks: " if world_size > 1 else "proved for one rank: ")
 
 
 def altered(plan: ringattn.Plan, **changes: Any) -> ringattn.Plan:
@@ -484,6 +489,50 @@ def test_memory_of_a_million_tokens_is_what_two_gpus_took(
     tokens = plan.local_lengths[rank]
     tensors = 2 * tokens * 128 * (4 * 32 + 4 * 8) + 4 * tokens * 32  # q, out, k, v and their gradients; lse
     assert tensors + plan.memory_bytes(backward=True) == pytest.approx(measured, rel=0.002)
+
+
+TIMES = r"(forward|backward): .* \(([\d.]+) ms\), compute ([\d.]+) ms"
+
+
+@pytest.mark.parametrize("dataflow", ["auto", *ringattn.dataflows()])
+@pytest.mark.parametrize(
+    "group",
+    [VirtualRank(1, 4), gpus(4), gpus(8, 4), gpus(4, linked=False), gpus(1)],
+    ids=["4 CPUs", "4 GPUs", "2 x 4 GPUs", "4 GPUs by messages", "1 GPU"],
+)
+def test_describe_has_one_set_of_rates_and_names_it_first(group: VirtualRank, dataflow: str) -> None:
+    """Times of the passes and those of "auto" come from the rates of the first line."""
+    plan = plan_function(1 << 17, group, causal=True, dataflow=dataflow)
+    text = plan.describe()
+    costs, source = choosing.costs_of(group)
+    first = text.splitlines()[0]
+    assert first.startswith(f"rates: {source}: attention {costs.forward_tflops:g} / {costs.backward_tflops:g} TFLOP/s")
+    assert ("virtual.gpus(8)" in first) == (group.device.type == "cpu")
+    flops = 4 * 32 * 128 * (1 << 33) / plan.world_size
+    links = [float(x) for x in re.findall(r"([\d.]+) GB/s", first)]
+    assert len(links) == (group.world_size > 1) + (len(plan.nodes) > 1)
+    for (name, moving, compute), backward in zip(re.findall(TIMES, text), (False, True), strict=True):
+        tflops = costs.backward_tflops / 2.5 if backward else costs.forward_tflops
+        assert float(compute) == pytest.approx(flops / tflops / 1e9, rel=1e-3), name
+        sent = max(plan.traffic_bytes(rank=r, backward=backward) for r in range(plan.world_size))
+        fastest, slowest = (sent / rate / 1e6 for rate in (max(links, default=1), min(links, default=1)))
+        assert fastest * 0.999 - 1e-3 <= float(moving) <= slowest * 1.001 + 1e-3, name
+    if plan.choice is not None:
+        attention = float(re.search(f"  {plan.dataflow}: attention ([\\d.]+) ms", text)[1])  # type: ignore[index]
+        assert attention == pytest.approx(sum(float(ms) for _, _, ms in re.findall(TIMES, text)), rel=0.02)
+        assert text.count(source) == 2
+
+
+def test_a_plan_of_gpus_is_looked_at_on_any_machine() -> None:
+    """As docs/reference/planner.md does it: the choices of the GPUs, which the planner predicts with, too."""
+    plan = plan_function(1 << 20, gpus(16, local_size=8), causal=True)
+    assert (plan.nodes, plan.dataflow) == ((tuple(range(8)), tuple(range(8, 16))), "gather")
+    assert "2 nodes of 8 ranks: messages between them, copy engines inside of them" in plan.describe()
+    assert plan_function(1 << 20, gpus(8, rank=3), causal=True).rank == 3
+    with pytest.raises(NotImplementedError, match="describes 16 ranks"):
+        plan.unshard(torch.zeros(1, 1 << 16))
+    with pytest.raises(ValueError, match="local_size is 5; it must divide the group's 16 ranks"):
+        gpus(16, 5)
 
 
 @pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])

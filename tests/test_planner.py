@@ -26,20 +26,9 @@ from ringattn.tools.planner.one_layer import DATAFLOWS, Row
 from ringattn.tools.planner.training_step import Way, _pointwise
 from ringattn.tools.planner.training_step import step as step_of
 from ringattn.tools.planner.ways import MOST, Problem, judge, longest, saving, sizes, verdicts, way_of
-from ringattn.virtual import VirtualRank
+from ringattn.virtual import gpus
 
 GIB = 2**30
-
-
-class Pulling(VirtualRank):
-    pulls = True  # type: ignore[assignment]
-
-
-def gpu(world_size: int, pulls: bool, rank: int = 0) -> VirtualRank:
-    """A rank that says it is a GPU, and moves nothing."""
-    result = (Pulling if pulls else VirtualRank)(rank, world_size)
-    result.device = torch.device("cuda")
-    return result
 
 
 # Memory
@@ -238,8 +227,8 @@ def test_a_slow_rank_holds_up_the_others_and_a_slow_link_those_who_use_it(datafl
 def test_the_time_is_that_of_the_plan() -> None:
     """A row over several hosts, by the plan that a rank of them makes."""
     for dataflow, size in (("gather by node", 4), ("double ring", 4), ("ring", 8)):
-        problem = plan_function(8192 * 8, gpu(8, False), causal=True, layout="zigzag", local_size=size).choice.problem
-        problem = replace(problem, buffer_bytes=1 << 40, pulls_inside=True)
+        made = plan_function(8192 * 8, gpus(8, linked=False), causal=True, layout="zigzag", local_size=size)
+        problem = replace(made.choice.problem, buffer_bytes=1 << 40, pulls_inside=True)
         costs = hardware.cluster("2x4", "h200", "nvlink,ib400").costs
         want = predict(problem, costs, Shape(), "ring" if dataflow.endswith("ring") else "gather")
         got = attention_ms(dataflow, 2, 4, 8192)

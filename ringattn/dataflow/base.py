@@ -139,14 +139,18 @@ class Dataflow:
         """Yield everything that is computed: the rank whose queries they are, and the block."""
         return TravellingShards(plan, self.moves_queries).blocks()
 
-    def verify(self, plan: Plan) -> None:
+    def verify(self, plan: Plan) -> verify.Proof:
         """Prove the plan, see :mod:`ringattn.verify`: the schedule of the shards that travel, and what is computed.
+        Return what was proved.
 
         Raises:
             AssertionError: with what is wrong and where.
         """
         verify.check_schedule(plan.schedule)
         verify.check_coverage(plan, self.blocks(plan))
+        return verify.Proof.of(
+            plan, "every send has its receive in the same order, and every contribution comes home once"
+        )
 
     def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
         """Return sums over the rows of x, (batch, heads, queries of this rank) -> (heads,), that ranks' callers add."""
@@ -171,8 +175,12 @@ class Dataflow:
         """Return lines that say which ranks' shards meet when."""
         return TravellingShards(plan, self.moves_queries).meetings()
 
-    def describe(self, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
+    def moves_inside(self, plan: Plan) -> str:
+        """Return what moves tokens inside of a node: "messages" or "copy engines"."""
+        return "messages"
+
+    def describe(self, plan: Plan, shape: Shape) -> str:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
         from .description import describe
 
-        return describe(self, plan, shape, tflops, gigabytes_per_second)
+        return describe(self, plan, shape)

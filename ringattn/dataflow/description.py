@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from ..choosing import costs_of
 from ..layouts.loads import LISTED, Loads, work_of_ranks
 from ..plans import Flow, Plan
+from ..predict.cost import LINKS
 from ..shape import Shape
 
 
-def describe(flow: Flow, plan: Plan, shape: Shape, tflops: float, gigabytes_per_second: float) -> str:
+def describe(flow: Flow, plan: Plan, shape: Shape) -> str:
     """Return what moves and when, the time and memory that are predicted, and the balance of work."""
     n = plan.world_size
+    costs, source = costs_of(plan.transport) if plan.choice is None else (plan.choice.costs, plan.choice.source)
+    several = len(plan.nodes) > 1
+    inside = costs.local_gbs if several else costs.message_gbs  # GB/s
+    inside = costs.pull_gbs if flow.moves_inside(plan) == LINKS[0] else inside
+    rates = f"attention {costs.forward_tflops:g} / {costs.backward_tflops:g} TFLOP/s forward / backward"
+    rates += f", {inside:g} GB/s{' inside of a node' * several}" * (n > 1)
+    rates += f", {costs.message_gbs:g} GB/s between nodes" * several
+    if plan.transport.device.type == "cpu":
+        rates += "; for those of GPUs: plan(group=ringattn.virtual.gpus(8))"
     work = [0] * n
     for rank in range(n):
         for other in range(n):
             work[rank] += plan.visible(*((other, rank) if flow.moves_queries else (rank, other)))
     flops = 2 * shape.q_heads * (shape.head_dim + shape.value_dim) * shape.batch / plan.mask.rows
     lines = [
+        f"rates: {source}: {rates}",
         f"{plan.dataflow} over {n} rank{'s' * (n > 1)}, {plan.layout} layout: {flow.summary}",
         f"  queries {plan.seq_len}, keys {plan.seq_len_k}; "
         f"tokens per rank {min(plan.local_lengths)} to {max(plan.local_lengths)}",
         *(f"  {line}" for line in flow.meetings(plan)),
     ]
-    for name, backward, products in (("forward", False, 1.0), ("backward", True, 2.5)):
+    for name, backward, tflops in (
+        ("forward", False, costs.forward_tflops),
+        ("backward", True, costs.backward_tflops / 2.5),
+    ):
         to_ranks = [flow.traffic_bytes(plan, shape, backward, rank) for rank in range(n)]
         sent = max(map(sum, to_ranks))
-        lines.append(
-            f"  {name}: {sent / 2**20:.1f} MiB sent by the busiest rank "
-            f"({sent / gigabytes_per_second / 1e6:.3f} ms at {gigabytes_per_second:g} GB/s), "
-            f"compute {max(work) * flops * products / tflops / 1e9:.3f} ms at {tflops:g} TFLOP/s"
+        outside = [plan.between_nodes(bytes_, rank) for rank, bytes_ in enumerate(to_ranks)]
+        moving = max(
+            (sum(bytes_) - out) / inside + out / costs.message_gbs
+            for bytes_, out in zip(to_ranks, outside, strict=True)
         )
-        if len(plan.nodes) > 1:
-            most = max(plan.between_nodes(bytes_, rank) for rank, bytes_ in enumerate(to_ranks))
-            lines.append(f"    of that {most / 2**20:.1f} MiB to other nodes, by the rank that sends them most")
+        lines.append(
+            f"  {name}: {sent / 2**20:.1f} MiB sent by the busiest rank ({moving / 1e6:.3f} ms), "
+            f"compute {max(work) * flops / tflops / 1e9:.3f} ms"
+        )
+        if several:
+            lines.append(f"    of that {max(outside) / 2**20:.1f} MiB to other nodes, by the rank that sends them most")
     balance = f"{sum(work) / n / max(work):.1%}" if max(work) else "nothing to do"
     memory = (flow.memory_bytes(plan, shape, backward) / 2**20 for backward in (False, True))
     lines.append(f"  balance (mean work / largest): {balance}")

@@ -131,14 +131,18 @@ class Gather(Dataflow):
         for rank in range(plan.world_size):
             yield rank, gathered_block(plan, rank)
 
-    def verify(self, plan: Plan) -> None:
-        """Prove what is fetched, and over which ranks it comes, and what is computed."""
+    def verify(self, plan: Plan) -> verify.Proof:
+        """Prove what is fetched, and over which ranks it comes, and what is computed; return what was proved."""
         transfer_of(plan).verify()
         verify.check_coverage(plan, self.blocks(plan))
+        return verify.Proof.of(plan, "and all that a rank fetches is in its owner's shard and in rows of its own")
 
     def prepare(self, plan: Plan) -> None:
         gathered_block(plan)
         transfer_of(plan).prepare()
+
+    def moves_inside(self, plan: Plan) -> str:
+        return transfer_of(plan).inside
 
     def meetings(self, plan: Plan) -> list[str]:
         return transfer_of(plan).meetings()

@@ -174,8 +174,8 @@ class SameBits(Dataflow):
             first, *others = keys_blocks(plan, rank)
             yield rank, replace(first, positions_k=positions[positions < plan.seq_len_k], others=tuple(others))
 
-    def verify(self, plan: Plan) -> None:
-        """Prove that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
+    def verify(self, plan: Plan) -> verify.Proof:
+        """Return the proof that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
         and what is computed, for queries and for keys. Senders and receivers read the same list, so that every send has
         its receive."""
         pairs = 0
@@ -196,6 +196,7 @@ class SameBits(Dataflow):
         verify.check_coverage(plan, self.blocks(plan))
         visible = sum(plan.visible(r, o) for r in range(plan.world_size) for o in range(plan.world_size))
         verify.require(pairs == visible, f"dk and dv are made from {pairs} pairs, but {visible} are visible")
+        return verify.Proof.of(plan, "in the forward and for dk and dv, and all that is seen arrives")
 
 
 def _check_runs(gathered: Tiles, shards: tuple[layouts.Shard, ...], what: str) -> Tensor:

@@ -56,7 +56,7 @@ class Costs:
 
 
 _H200 = Costs(
-    forward_tflops=640, backward_tflops=540, memory_gbs=3000, kernel_ms=0.04,
+    forward_tflops=655, backward_tflops=600, memory_gbs=3000, kernel_ms=0.04,
     message_gbs=250, message_ms=0.03, local_gbs=250, local_ms=0.03, contention=0.5,
     ring_forward_ms=0.3, ring_backward_ms=1.0, reduce_forward_ms=0.5, reduce_backward_ms=1.0,
     pull_gbs=300, copy_ms=0.004, handshake_ms=0.05, gather_forward_ms=0.3, gather_backward_ms=1.3,

@@ -88,11 +88,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome. ``candidates``: the best first; ``source``: where the constants come from."""
+    """The outcome. ``candidates``: the best first; ``source``: where the constants of ``costs`` come from."""
 
     problem: Problem
     candidates: tuple[Candidate, ...]
     note: str
+    costs: Costs
     source: str
 
     @property
@@ -123,7 +124,8 @@ def choose(problem: Problem, costs: Costs, source: str, shape: Shape | None = No
     size = problem.buffer_bytes / 2**30
     how = f"{size:.1f} GiB buffer" if size >= 0.05 else f"{problem.buffer_bytes} bytes of buffer"
     waves_ = f", {cut} wave{'s' * (cut > 1)}" if problem.pulls else ""
-    return Choice(problem, tuple(sorted(candidates, key=lambda c: c.ms)), f"{problem.link}, {how}{waves_}", source)
+    note = f"{problem.link}, {how}{waves_}"
+    return Choice(problem, tuple(sorted(candidates, key=lambda c: c.ms)), note, costs, source)
 
 
 def predict(problem: Problem, costs: Costs, shape: Shape, dataflow: str) -> Candidate:

@@ -83,16 +83,15 @@ def linear_cross_entropy(
     group: Any = None,
     *,
     wrapper: str,
-    bias: Tensor | None = None,
     total: Tensor | int | None = None,
     ignore_index: int = IGNORE,
     chunk: int = 4096,
 ) -> Tensor:
-    """Return :func:`cross_entropy` of the logits ``F.linear(hidden, weight, bias)`` without all of them in memory:
+    """Return :func:`cross_entropy` of the logits ``F.linear(hidden, weight)`` without all of them in memory:
     those of ``chunk`` tokens exist at a time, in the forward and again in the backward.
 
-    The loss and its gradients with respect to hidden, weight and bias are those of all logits at once, but for the
-    order of sums; those of weight and bias are summed over the chunks in float32 (float64 for float64 weights).
+    The loss and its gradients are those of all logits at once, but for the order of sums; that of the weight is summed
+    over the chunks in float32 (float64 for a float64 weight).
 
     Args:
         hidden: (batch, local tokens, hidden size), what the last norm returns.
@@ -100,12 +99,11 @@ def linear_cross_entropy(
             this inside of the forward of the module that ``fully_shard`` wraps and that the weight belongs to.
         shift_labels: (batch, local tokens), ``targets`` of :func:`cross_entropy`.
         group, wrapper, total, ignore_index: as for :func:`cross_entropy`.
-        bias: (vocabulary,).
         chunk: tokens of all rows together.
 
     Raises:
         ValueError: shapes that do not fit, or chunk is not positive.
-        TypeError: weight or bias is a DTensor.
+        TypeError: weight is a DTensor.
     """
     ranks = _ranks(wrapper, group)
     _check_targets("hidden", hidden, shift_labels, "hidden size")
@@ -116,8 +114,7 @@ def linear_cross_entropy(
             f"weight has shape {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; weight must be (vocabulary, "
             "hidden size), as that of nn.Linear"
         )
-    parameters = [weight] if bias is None else [weight, bias]
-    if any(hasattr(x, "placements") for x in parameters):  # a DTensor, without importing it
+    if hasattr(weight, "placements"):  # a DTensor, without importing it
         raise TypeError(
             "weight is a DTensor, sharded by FSDP2 or tensor parallelism; call linear_cross_entropy() inside of the "
             "forward of the module that fully_shard() wraps, where its parameters are whole"
@@ -125,10 +122,10 @@ def linear_cross_entropy(
     targets = class_ids("shift_labels", shift_labels).reshape(-1)
 
     def losses(x: Tensor, tokens: slice) -> Tensor:
-        return _token_losses(F.linear(x[0], weight, bias), targets[tokens], ignore_index, reduction="sum")
+        return _token_losses(F.linear(x[0], weight), targets[tokens], ignore_index, reduction="sum")
 
     count = count_targets(shift_labels, group, ignore_index=ignore_index) if total is None else total
-    return _part(run_by_tokens(losses, hidden.reshape(1, -1, hidden.shape[-1]), chunk, parameters), count, ranks)
+    return _part(run_by_tokens(losses, hidden.reshape(1, -1, hidden.shape[-1]), chunk, [weight]), count, ranks)
 
 
 def log_probs(logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORE) -> Tensor:

@@ -12,14 +12,12 @@ import numpy as np
 
 from ... import dataflow as dataflows
 from ...factory import plan
-from ...layouts.relay import Nodes
-from ...plan_arguments import nodes_of
 from ...plans import Plan
 from ...predict import dataflow_time
 from ...predict.cost import Costs
 from ...predict.dataflow_time import Candidate, Problem
 from ...shape import Shape
-from ...virtual import VirtualRank
+from ...virtual import gpus
 
 DATAFLOWS = ("gather by node", "gather", "double ring", "ring")
 LONGEST = 2**31 - 1  # tokens of a row
@@ -65,13 +63,6 @@ class Bytes(NamedTuple):
     backward: int
 
 
-class _Gpu(VirtualRank):
-    """The first rank of a row. It holds the last chunk, which sees all keys."""
-
-    linked: Nodes = ()  # type: ignore[assignment]
-    ended = True  # type: ignore[assignment]  # plans of it are not kept by plan()
-
-
 def memory(row: Row, s: Shape) -> Bytes:
     """Return what attention allocates in addition to q, k, v, out and their gradients."""
     made = _plan(row)
@@ -106,17 +97,15 @@ def time_alone(row: Row, s: Shape, costs: Costs) -> tuple[float, float]:
 
 
 def _plan(row: Row) -> Plan:
-    """Return the plan of a GPU of the row."""
-    nodes = nodes_of(row.ranks if row.flat else row.local_size, row.ranks)
-    return _plan_of(row.tokens * row.ranks, nodes, row.pulls and not row.flat, row.buffer_bytes)
+    """Return the plan of the first GPU of the row. It holds the last chunk, which sees all keys."""
+    local_size = row.ranks if row.flat else row.local_size
+    return _plan_of(row.tokens * row.ranks, row.ranks, local_size, row.pulls and not row.flat, row.buffer_bytes)
 
 
 @functools.lru_cache(2)  # with the nodes of a cluster and, for a flat dataflow, without
-def _plan_of(tokens: int, nodes: Nodes, linked: bool, buffer_bytes: int) -> Plan:
-    gpu = _Gpu(0, sum(map(len, nodes)), "cuda")
-    gpu.linked = nodes if linked else ()
-    local_size = len(nodes[0])
-    return plan(tokens, gpu, causal=True, layout="zigzag", local_size=local_size, buffer_bytes=buffer_bytes)
+def _plan_of(tokens: int, ranks: int, local_size: int, linked: bool, buffer_bytes: int) -> Plan:
+    gpu = gpus(ranks, local_size, linked=linked)
+    return plan(tokens, gpu, causal=True, layout="zigzag", buffer_bytes=buffer_bytes)
 
 
 def _problem(row: Row) -> Problem:
