@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from live_bytes import moved, step
+from pool import on_ranks
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import ringattn
 from ringattn import dataflow as dataflows
 from ringattn import plan as plan_function
+from ringattn import virtual
 from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
-from ringattn.tools.planner import hardware, memory, one_layer
+from ringattn.tools.planner import hardware, memory, one_layer, recipe
 from ringattn.tools.planner.command import main
+from ringattn.tools.planner.inference import Question, answers
 from ringattn.tools.planner.memory import Switches
 from ringattn.tools.planner.model_shapes import KINDS, MODELS, ModelShape, from_config, named
 from ringattn.tools.planner.one_layer import DATAFLOWS, Row
-from ringattn.tools.planner.training_step import Way, _pointwise
+from ringattn.tools.planner.training_step import Way, pointwise
 from ringattn.tools.planner.training_step import step as step_of
-from ringattn.tools.planner.ways import MOST, Problem, judge, longest, saving, sizes, verdicts, way_of
+from ringattn.tools.planner.ways import MOST, Problem, Verdict, judge, longest, saving, sizes, verdicts, way_of
 from ringattn.virtual import gpus
 
 GIB = 2**30
@@ -255,7 +262,7 @@ def test_passes_over_memory_are_those_of_transformers(qk_norm: bool) -> None:
     counted = [moved(lambda layers=layers: model_of(replace(shape, layers=layers)), tokens) for layers in (2, 3)]
     for again in (False, True):
         forward, backward = (
-            milliseconds * 1e6 for milliseconds in _pointwise(shape, tokens, Switches(recompute=again), 1.0)
+            milliseconds * 1e6 for milliseconds in pointwise(shape, tokens, Switches(recompute=again), 1.0)
         )
         assert forward == pytest.approx(counted[1][0] - counted[0][0], rel=0.01)
         assert backward - again * forward == pytest.approx(counted[1][1] - counted[0][1], rel=0.01)
@@ -274,6 +281,162 @@ def test_a_step_takes_what_was_measured(layers: int, tokens: int, gpus: int, sec
     )
 
 
+# Generation
+
+
+def test_generation_takes_what_was_measured() -> None:
+    """docs/lab/generation.md: Llama-3.1-8B's shape after 524,288 tokens on one H200, and docs/numbers.md: what four add
+    to a call of a layer."""
+    question = Question(MODELS["llama-3.1-8b"], hardware.cluster("1", "h200", "nvlink"), 1 << 19, 1, 256, 32768)
+    (answer,) = answers(question)
+    assert answer.token_ms == pytest.approx(21.2, rel=0.03)
+    assert answer.first_token == pytest.approx(163.7, rel=0.25)
+    assert answer.memory["cache"] == 32 * ((1 << 19) + 256) * 4096
+    assert answer.fits
+    four = answers(question._replace(cluster=hardware.cluster("4", "h200", "nvlink")))
+    assert [a.tp for a in sorted(four, key=lambda a: a.tp)] == [1, 2, 4]
+    (whole,) = (a for a in four if a.tp == 1)
+    assert whole.token["exchanges"] / 32 * 1e3 == pytest.approx(9.3, rel=0.3)
+    assert whole.first_token == pytest.approx(answer.first_token / 4, rel=0.03)
+
+
+@pytest.mark.parametrize("gpu", sorted(hardware.GPUS))
+@pytest.mark.parametrize("gpus", ["1", "8", "2x8"])
+def test_generation_over_more_gpus_is_no_slower(gpu: str, gpus: str) -> None:
+    machines = hardware.cluster(gpus, gpu, "nvlink,ib400")
+    question = Question(MODELS["llama-3.1-70b"], machines, 1 << 18, 2, 1000, 32768)
+    found = answers(question)
+    assert len(found) == (1 if gpus == "1" else 4)
+    for answer in found:
+        assert answer.cp * answer.tp == machines.gpus
+        assert answer.fits == (answer.bytes <= machines.gpu.usable)
+        assert sum(answer.memory.values()) == answer.bytes
+    speeds = [a.first_token + a.token_ms for a in found if a.fits]
+    assert speeds == sorted(speeds)
+    assert [a.fits for a in found] == sorted((a.fits for a in found), reverse=True)
+
+
+def test_the_command_plans_generation(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-3.1-8b", "--gpus", "8", "--generate", "100")
+    status, text, _ = run(capsys, *words)
+    assert status == 0
+    assert re.search(r"first token after [\d.]+ s, then [\d,.]+ tokens/s \(1 sequence, [\d.]+ ms a token\)", text)
+    assert re.search(r"best: weights .*, a sequence over \d", text)
+    (line,) = (line.strip() for line in text.splitlines() if "KVCache(" in line)
+    with mock.patch.object(ringattn, "KVCache") as cache:
+        exec(line, dict(ringattn=ringattn, torch=torch, mesh=dict(cp="ranks")))
+    given = cache.call_args.kwargs
+    inspect.signature(ringattn.generation.KVCache).bind(**given)
+    assert given["tokens"] == (1 << 20) + 100
+    status, found, _ = run(capsys, *words, "--json")
+    assert f"{json.loads(found)[0]['first_token']:.2f} s" in text
+    status, text, _ = run(capsys, "--model", "llama-3.1-405b", "--gpus", "1", "--generate", "100")
+    assert status == 1
+    assert "nothing fits; give more --gpus" in text
+
+
+# The lines of code that the command prints
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, plan: Any) -> tuple[Tensor, None]:
+        q, k, v = (f(x).unflatten(2, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(ringattn.attention(q, k, v, plan).flatten(2)), None
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.self_attn = Attention(hidden, 4, hidden // 4)
+        self.mlp = nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.SiLU(), nn.Linear(2 * hidden, hidden))
+
+    def forward(self, x: Tensor, plan: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), plan)[0]
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Plain(nn.Module):
+    """A model of plain modules with the names of Llama's; ``loss``: the code of the loss, and what it names."""
+
+    def __init__(self, hidden: int = 16, vocabulary: int = 32) -> None:
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(vocabulary, hidden), nn.Linear(hidden, vocabulary, bias=False)
+        self.layers, self.norm = nn.ModuleList(Layer(hidden) for _ in range(3)), nn.RMSNorm(hidden)
+
+    def forward(self, tokens: Tensor, shift_labels: Tensor, plan: Any, loss: str, names: dict[str, Any]) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, plan)
+        return eval(loss, dict(names, self=self, hidden=self.norm(x), shift_labels=shift_labels))
+
+
+def problem_of_two(**switches: Any) -> tuple[Problem, Verdict]:
+    machines = hardware.cluster("2", "h200", "nvlink")
+    problem = Problem(SMALL, machines, 24, Switches(**switches), 1 << 20, {}, {})
+    return problem, judge(problem, way_of(problem, 1, 2, "gather"))
+
+
+RECIPES: list[dict[str, Any]] = [
+    {},
+    dict(loss_chunk=5, mlp_chunk=3, head_groups=2),
+    dict(loss_chunk=5, host_bytes=1 << 20, attention_on_host=True),
+    dict(loss_chunk=0, keep_attention_out=False, buffer_bytes=1 << 28),
+    dict(loss_chunk=5, host_bytes=1 << 20, attention_on_host=True, mlp_chunk=3, head_groups=2),
+]
+
+
+def of_recipes() -> bool:
+    """Run the lines for every set of switches, and compare with the model without them in one process."""
+    batch = dict(input_ids=torch.randint(32, (1, 24), generator=torch.manual_seed(1)))
+    batch["labels"] = batch["input_ids"]
+    for switches in RECIPES:
+        torch.manual_seed(0)
+        model, one = (Plain().double() for _ in range(2))
+        one.load_state_dict(model.state_dict())
+        *lines, last = recipe.lines(*problem_of_two(**switches))
+        loss = last.split("forward: loss = ")[1]
+        names: dict[str, Any] = dict(model=model)
+        exec("\n".join(lines).replace('"cuda"', '"cpu"').replace("bfloat16", "float64"), names)
+        local = names["plan"].shard_batch(batch)
+        part = model(local["input_ids"], local["shift_labels"], names["plan"], loss, names)
+        part.backward()
+        alone = ringattn.plan(24, virtual.VirtualRank(0, 1), causal=True)
+        whole, group = alone.shard_batch(batch), dict(everyone=alone.transport, ringattn=ringattn)
+        plainly = 'ringattn.loss.cross_entropy(self.lm_head(hidden), shift_labels, everyone, wrapper="averages")'
+        want = one(whole["input_ids"], whole["shift_labels"], alone, plainly, group)
+        want.backward()
+        total = ringattn.loss.reduced(part, names["everyone"], wrapper="averages")
+        torch.testing.assert_close(total, want.detach(), rtol=1e-10, atol=1e-12)
+        for got, expected in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), expected.grad, rtol=1e-10, atol=1e-12)
+        names["optimizer"].step()
+    return True
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_the_printed_lines_do_what_is_assumed(pools, world_size: int) -> None:  # type: ignore[no-untyped-def]
+    assert pools(world_size).run(of_recipes) == [True] * world_size
+
+
+@pytest.mark.parametrize("switches", RECIPES)
+def test_the_printed_lines_are_those_of_the_switches(switches: dict[str, Any]) -> None:
+    text = "\n".join(recipe.lines(*problem_of_two(**switches)))
+    s = Switches(**switches)
+    assert ("linear_cross_entropy" in text) == bool(s.loss_chunk)
+    assert (f"chunk={s.loss_chunk})" in text) == bool(s.loss_chunk)
+    assert ("by_tokens(part" in text) == bool(s.mlp_chunk)
+    assert ("by_heads(layer" in text) == (s.head_groups > 1)
+    assert ("inputs=host" in text) == bool(s.host_bytes)
+    assert ("results=0" in text) == (not s.keep_attention_out)
+    assert (f"buffer_bytes={s.buffer_bytes}" in text) == (s.buffer_bytes != Switches.buffer_bytes)
+
+
 # The command
 
 
@@ -285,7 +448,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink,ib400")
     assert status == 0
-    assert re.search(r"best: .* tokens per GPU\n  [\d.]+ s a step, .* tokens/s/GPU, MFU \d", text)
+    assert re.search(r"best: .* tokens per GPU\n  [\d.]+ s a step, [\d.]+ s a row, .* tokens/s/GPU, MFU \d", text)
+    assert "logits of 4,096 tokens at a time" in text
+    assert "loss = ringattn.loss.linear_cross_entropy(hidden, self.lm_head.weight, shift_labels" in text
     for name in (*memory.LABELS.values(), "waiting", "alternatives", "longest row over", "double ring over 16"):
         assert name in text, name
     status, words, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "2x8", "--json", "--slow", "3:1.5")
@@ -296,6 +461,25 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
     assert speeds[0] > 0.99 * max(speeds)
     rate = float(re.search(r"([\d,]+) tokens/s/GPU", text)[1].replace(",", ""))  # type: ignore[index]
     assert max(speeds) < rate
+
+
+@pytest.mark.parametrize("gpu", sorted(hardware.GPUS))
+def test_memory_and_rates_are_those_of_the_gpu(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    usable, words = hardware.GPUS[gpu].usable / GIB, ("--model", "llama-3.2-1b", "--gpu", gpu, "--gpus", "2")
+    default, named = (run(capsys, *words, *more)[1] for more in ((), ("--gpu-memory", f"{usable}")))
+    assert default == named
+    assert f"of {usable:.1f} GiB" in default
+    assert f"TFLOP/s ({'measured' if gpu == 'h200' else 'assumed, not measured'})" in default
+    assert "of 60.0 GiB" in run(capsys, *words, "--gpu-memory", "60")[1]
+
+
+def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("8", "h200", "nvlink,ib400", "adamw_bf16", "4096", "200", "8589934592", "32768"):
+        assert f"(default: {default})" in text, default
+    assert text.startswith("usage: python -m ringattn.planner [-h]")
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,6 +515,9 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--slow", "3:0.5"), "--slow is '3:0.5'; the rank must be below 8 and the factor"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,foo400"), "'nvlink,foo400'; the network is ib, roce or eth"),
         (("--config", "/nonexistent"), "No such file"),
+        (("--model", "llama-3.1-8b", "--gpu-memory", "0"), "--gpu-memory is 0; give the GiB"),
+        (("--model", "llama-3.1-8b", "--generate", "0"), "--generate is 0; it must be at least 1"),
+        (("--model", "llama-3.1-8b", "--generate", "1", "--prefill-chunk", "0"), "--prefill-chunk is 0"),
     ],
 )
 def test_bad_arguments_are_named(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

@@ -175,9 +175,9 @@ class SameBits(Dataflow):
             yield rank, replace(first, positions_k=positions[positions < plan.seq_len_k], others=tuple(others))
 
     def verify(self, plan: Plan) -> verify.Proof:
-        """Return the proof that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
+        """Prove that every run is the part of its owner's shard that its rows stand for, that all that is seen arrives,
         and what is computed, for queries and for keys. Senders and receivers read the same list, so that every send has
-        its receive."""
+        its receive. Return what was proved."""
         pairs = 0
         for rank in range(plan.world_size):
             arrived = _check_runs(of_keys(plan)[rank], plan.shards_k, f"keys for rank {rank}")

@@ -16,6 +16,7 @@ from ..kernels.paged.operands import E4M3
 from ..layouts.shards import length as shard_length
 from ..memo import on_the_host, untraced
 from ..operators import as_autocast, autocast_dtype
+from ..predict.cost import merge_ms
 from ..transport import group as transports
 from .chunk import Chunk
 from .decoding import check_no_gradients
@@ -402,7 +403,7 @@ class KVCache:
                     read[rank] += seen * layers * token.bytes
         reading = max(read) / costs.memory_gbs / 1e6
         state = len(slots.lengths) * (q_heads or token.kv_heads) * (token.head_dim_v + 2) * 4
-        merge = costs.message_ms + state * (world_size - 1) / costs.message_gbs / 1e6 if world_size > 1 else 0.0
+        merge = merge_ms(costs, state, world_size, self.transport.pulls)
         total = sum(slots.lengths.values())
         lines.append(
             f"{len(slots.lengths)} sequence(s) of {total} tokens in all; a step takes about "

@@ -82,6 +82,13 @@ def default(device_type: str, link: str) -> Costs:
     return DEFAULTS.get((device_type, link), DEFAULTS["cuda" if device_type != "cpu" else "cpu", "messages"])
 
 
+def merge_ms(costs: Costs, state_bytes: int, ranks: int, linked: bool) -> float:
+    """Return the time in which ranks exchange the partial states of new tokens in a layer: through each other's memory
+    where they are ``linked``, else by an all-gather. ``state_bytes``: of one rank."""
+    fixed, gbs = (2 * costs.copy_ms, costs.pull_gbs) if linked else (costs.message_ms, costs.message_gbs)
+    return (ranks > 1) * (fixed + state_bytes * (ranks - 1) / gbs / 1e6)
+
+
 # ---------------------------------------------------------------- the file of a machine
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ... import dataflow as dataflows
+from ...dataflow.base import Dataflow
 from ...factory import plan
 from ...plans import Plan
 from ...predict import dataflow_time
@@ -65,10 +66,18 @@ class Bytes(NamedTuple):
 
 def memory(row: Row, s: Shape) -> Bytes:
     """Return what attention allocates in addition to q, k, v, out and their gradients."""
-    made = _plan(row)
-    flow = dataflows.choose(row.kind if row.ranks > 1 else "ring", False)
+    made, flow = _plan(row), _flow(row)
     kept = flow.kept_bytes(made, s)
     return Bytes(kept, flow.memory_bytes(made, s, True) - kept)
+
+
+def memory_forward(row: Row, s: Shape) -> int:
+    """Return what a forward alone allocates in addition to q, k, v and out."""
+    return _flow(row).memory_bytes(_plan(row), s, False)
+
+
+def _flow(row: Row) -> Dataflow:
+    return dataflows.choose(row.kind if row.ranks > 1 else "ring", False)
 
 
 def least_buffer(row: Row, s: Shape) -> int:

@@ -70,7 +70,7 @@ def step(
     """Return the time of one step with one row for every group of GPUs that share one. ``slow``, ``slow_link``: how
     many times as long the kernels of a rank and the messages of its network card take."""
     gpu, costs, s, n = cluster.gpu, cluster.costs, way.switches, way.tokens
-    products, passes = _matmul(model, n, gpu.matmul_tflops, s), _pointwise(model, n, s, costs.memory_gbs)
+    products, passes = matmul(model, n, gpu.matmul_tflops, s), pointwise(model, n, s, costs.memory_gbs)
     shape, row, slow = model.attention(s.itemsize), way.row, slow or {}
     found, ideal = one_layer.time(row, shape, costs, slow, slow_link or {}), one_layer.time_alone(row, shape, costs)
     again = (s.recompute and not s.keep_attention_out) * ideal[0]
@@ -109,7 +109,7 @@ def flops_per_token(model: ModelShape, context: int) -> float:
     return 6.0 * model.multiplied_parameters + 6.0 * model.layers * model.heads * model.head_dim * context
 
 
-def _matmul(model: ModelShape, n: int, tflops: float, s: Switches) -> tuple[float, float]:
+def matmul(model: ModelShape, n: int, tflops: float, s: Switches) -> tuple[float, float]:
     """Return ms of a layer's matrix products without attention: forward, and backward with what it computes again:
     all but the last projection, whose result no gradient needs; a mean over layers, of which some keep them."""
     once = 2 * n * model.layer_parameters / tflops / 1e9
@@ -118,7 +118,7 @@ def _matmul(model: ModelShape, n: int, tflops: float, s: Switches) -> tuple[floa
     return once, 2 * once + again * (once - last)
 
 
-def _pointwise(model: ModelShape, n: int, s: Switches, gbs: float) -> tuple[float, float]:
+def pointwise(model: ModelShape, n: int, s: Switches, gbs: float) -> tuple[float, float]:
     """Return ms of a layer's passes over memory: forward, and backward with what it computes again. The numbers are
     of tensors that are read and written, counted over the operators of a layer of transformers: by two norms, rotary
     embeddings, two residuals, the MLP, and the sums of gradients where several projections read one tensor."""
