@@ -50,10 +50,8 @@ def by_tokens(module: nn.Module, chunk: int) -> None:
     module.forward = forward
 
 
-def run_by_tokens(
-    function: Callable[[Tensor, slice], Tensor], x: Tensor, chunk: int, parameters: Sequence[Tensor]
-) -> Tensor:
-    """Return what ``function(x[:, tokens], tokens)`` makes of ``chunk`` tokens at a time, in their order; the sum of
+def run_by_tokens(function: Callable[..., Tensor], x: Tensor, chunk: int, parameters: Sequence[Tensor]) -> Tensor:
+    """Return what ``function(x[:, tokens], tokens=tokens)`` makes of ``chunk`` tokens at a time, in their order; the sum of
     what it returns if these are scalars.
 
     Args:

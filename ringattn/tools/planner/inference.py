@@ -1,8 +1,8 @@
 """Generation from long contexts: which GPUs hold what, the first token, and then tokens per second.
 
-Keys and values of a sequence are split over the ranks of ``cp``, and so is the computation of its prompt. Weights are on
-every GPU, or split over ``tp`` neighbours of a host (tensor parallelism), with the heads of the cache. A new token reads
-all weights, keys and values of a GPU once, exchanges the partial states of each layer over ``cp``, and sums two
+Keys and values of a sequence are split over the ranks of ``cp``, and so is the computation of its prompt. Weights are
+on every GPU, or split over ``tp`` neighbours of a host (tensor parallelism), with the heads of the cache. A new token
+reads all weights, keys and values of a GPU once, exchanges the partial states of each layer over ``cp``, and sums two
 activations of each layer over ``tp``.
 """
 
