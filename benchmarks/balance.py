@@ -8,7 +8,6 @@ python -m benchmarks.balance --plan-time                      plan() for 1,048,5
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -22,6 +21,7 @@ from ringattn.layouts import needs
 from ringattn.layouts.loads import Loads
 from ringattn.layouts.shards import LAYOUTS
 from ringattn.mask import Mask
+from ringattn.tools.terminal import Parser
 from ringattn.virtual import VirtualRank
 
 HEAD = "| lengths | tokens per rank | ranks | layout | pairs | tiles | all tiles | fetched (bound) | runs |"
@@ -81,7 +81,7 @@ def plan_milliseconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.balance", __doc__)
     add = parser.add_argument
     add("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
     add("--tokens", nargs="+", type=int, default=[8192, 32768], help="per rank")

@@ -12,7 +12,6 @@ from __future__ import annotations
 if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.bars")
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import json_lines, scaling_lines
+from ringattn.tools.terminal import Parser
 
 Words = dict[str, Any]
 PASSES = ("forward", "forward+backward")
@@ -180,7 +180,7 @@ def summary(log: Path) -> Words:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.bars", __doc__)
     parser.add_argument("folder", type=Path, help="OUT of scripts/measure")
     parser.add_argument("--gpus", type=int, required=True, help="the number of GPUs that were measured")
     parser.add_argument("--step", help="the bars of one step only")

@@ -70,6 +70,7 @@ import torch
 from benchmarks.kernels import ALONE, DETERMINISTIC, OTHERS, OURS, TOGETHER, Other, captured, find_others, runners_of
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure, warm_up
 from benchmarks.shapes import MASKS, PACKED, SINKS, Mask, Shape
+from ringattn.tools.terminal import Parser
 
 MATMUL = 8192  # rows and columns of the reference product
 FLOPS_PER_CLOCK = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192}  # 16-bit, per multiprocessor
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace, setup: Setup) -> dict[str, list[dict]]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser("benchmarks.bench_block", __doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=16, help="query heads")
     parser.add_argument("--kv-heads", type=int, help="key and value heads; default: as many as --heads")

@@ -46,6 +46,7 @@ from benchmarks.decode_contestants import ALONE, Launch, contestants, ours, samp
 from benchmarks.decode_problems import CONTEXTS, PLOTS, PROBLEMS, TABLES, Caches, Problem
 from benchmarks.kernels import replay
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure
+from ringattn.tools.terminal import Parser
 from ringattn.transport import group as transports
 from scripts.ranks import one_line
 
@@ -224,7 +225,7 @@ def _check_over_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser("benchmarks.bench_decode", __doc__.splitlines()[0])
     parser.add_argument(
         "--problems", nargs="+", choices=list(PROBLEMS), metavar="PROBLEM",
         help=f"default: those of the tables; over ranks {', '.join(CONTEXTS)}, on the CPU the first of these",

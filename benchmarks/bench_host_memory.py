@@ -39,6 +39,7 @@ from torch import Tensor
 import ringattn
 from ringattn import host_memory
 from ringattn.kernels.contract import LONGEST_SUM
+from ringattn.tools.terminal import Parser
 from scripts.arguments import head_counts, positive
 
 PLACES = ("memory", "host", "tokens", "keys")
@@ -279,11 +280,7 @@ def free(device: torch.device) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_host_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("benchmarks.bench_host_memory", __doc__)
     parser.add_argument("--seq", type=positive, nargs="+", default=[131_072, 1_048_576], help="tokens")
     parser.add_argument("--heads", type=head_counts, default=(32, 8), help="QUERY_HEADS/KEY_HEADS, as in 32/8")
     parser.add_argument("--head-dim", type=positive, default=128)

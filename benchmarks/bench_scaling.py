@@ -85,6 +85,7 @@ from ringattn import reference, virtual
 from ringattn.layouts import needs
 from ringattn.layouts.loads import Loads
 from ringattn.layouts.shards import LAYOUTS
+from ringattn.tools.terminal import Parser
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 
@@ -344,7 +345,7 @@ class Bench:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.bench_scaling", __doc__)
     add = parser.add_argument
     add(
         "--tokens",

@@ -71,6 +71,7 @@ from benchmarks.training_contestants import MAKERS, Contestant
 from benchmarks.training_model import flops_per_token, make_model, make_optimizer
 from ringattn.tools.planner import memory
 from ringattn.tools.planner.model_shapes import ModelShape
+from ringattn.tools.terminal import Parser
 from ringattn.transport import group as transport
 from scripts import less_memory, ranks, train_hf
 from scripts.arguments import positive, token_count
@@ -338,7 +339,7 @@ def speed_table(setting: Words, lines: dict[str, Words]) -> list[str]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.bench_training", __doc__)
     parser.add_argument(
         "--how", nargs="+", choices=HOW, default=["ringattn"], help="attentions to measure, in this order"
     )

@@ -47,6 +47,8 @@ from ringattn.kernels.delta import row_delta
 from ringattn.peer import driver as stream_memory
 from ringattn.predict import cost, dataflow_time
 from ringattn.shape import Shape
+from ringattn.tools import terminal
+from ringattn.tools.terminal import Parser
 from ringattn.transport import group as transports
 from ringattn.transport.group import Pending
 from ringattn.virtual import VirtualRank
@@ -349,20 +351,24 @@ def no_file() -> Iterator[None]:
 
 
 def table(costs: cost.Costs, defaults: cost.Costs, measured: Container[str], checked: list[dict[str, Any]]) -> str:
-    lines = [f"{'':<52}{'measured':>12}{'default':>12}"]
-    for name, value in asdict(costs).items():
-        text = f"{value:.4g}" if name in measured else "-"
-        lines.append(f"{LABELS[name]:<52}{text:>12}{getattr(defaults, name):>12.4g}")
-    lines.append(f"\n{'causal, ms':<28}{'forward':>12}{'modelled':>12}{'backward':>12}{'modelled':>12}")
-    for row in checked:
-        what = f"{row['dataflow']}, {row['tokens']} tokens per rank"
-        numbers = (row[n] for n in ("forward_ms", "modelled_forward_ms", "backward_ms", "modelled_backward_ms"))
-        lines.append(f"{what:<28}" + "".join(f"{x:>12.3f}" for x in numbers))
+    constants = [
+        [LABELS[name], f"{value:.4g}" if name in measured else "-", f"{getattr(defaults, name):.4g}"]
+        for name, value in asdict(costs).items()
+    ]
+    times = [
+        [
+            f"{row['dataflow']}, {row['tokens']} tokens per rank",
+            *(f"{row[n]:.3f}" for n in ("forward_ms", "modelled_forward_ms", "backward_ms", "modelled_backward_ms")),
+        ]
+        for row in checked
+    ]
+    lines = terminal.table(["", "measured", "default"], constants)
+    lines += ["", *terminal.table(["causal, ms", "forward", "modelled", "backward", "modelled"], times)]
     return "\n".join(lines)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.calibrate", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=token_count, help="tokens per rank; default: 8192 on a GPU, 128 on a CPU")
     parser.add_argument("--seconds", type=float, default=0.3, help="length of each measurement")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn.tools.terminal import Parser
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
@@ -125,7 +126,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="attention of a chunk to pages, and to contiguous keys")
+    parser = Parser("benchmarks.decode_chunk", "attention of a chunk to pages, and to contiguous keys")
     parser.add_argument("--held", type=int, default=262_144, help="tokens that the cache holds")
     parser.add_argument("--new", type=int, default=8192, help="tokens of the chunk")
     parser.add_argument(

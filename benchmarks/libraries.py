@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
+from ringattn.tools.terminal import Parser
+
 # How pip installs them. Those that compile for minutes or need CUDA's compiler are worth it before a GPU is rented.
 INSTALL = {
     "transformers": "transformers accelerate",
@@ -32,6 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
+    Parser("benchmarks.libraries", __doc__).parse_args()
     there = versions()
     print(f"Libraries to compare with: {', '.join(f'{name} {version}' for name, version in there.items()) or 'none'}")
     for name, install in INSTALL.items():

@@ -42,6 +42,7 @@ from benchmarks import json_lines
 from benchmarks.gradient_norm import gradient_norm
 from benchmarks.json_lines import ROOT
 from ringattn import virtual
+from ringattn.tools.terminal import Parser
 from scripts import ranks, train_hf
 from scripts.arguments import positive, token_count
 
@@ -242,7 +243,7 @@ def curves_table(line: Words) -> list[str]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.loss_curves", __doc__)
     parser.add_argument("--steps", type=positive, default=100)
     parser.add_argument("--repeats", type=positive, default=8, help="runs of cp 1")
     parser.add_argument("--rows", type=positive, default=8, help="rows of one step")

@@ -26,6 +26,7 @@ from benchmarks.documents import LENGTHS, bounds
 from ringattn import Plan
 from ringattn.dataflow import gather, gathered
 from ringattn.kernels.hopper import forward, tile_scheduler
+from ringattn.tools.terminal import Parser
 from ringattn.virtual import VirtualRank
 
 CPU = torch.device("cpu")
@@ -120,7 +121,7 @@ def on_gpus(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.new_documents", __doc__)
     add = parser.add_argument
     add("--lengths", choices=list(LENGTHS), default="published")
     add("--tokens", type=int, default=8192, help="per rank")

@@ -6,13 +6,13 @@ python -m benchmarks.packing --lengths uniform --rows 64
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import random
 import time
 from collections.abc import Sequence
 
 from benchmarks.documents import LENGTHS
+from ringattn.tools.terminal import Parser
 from ringattn.training.packing import Packing, Row, causal_pairs, pack, pack_stream
 
 HEAD = "| lengths | seq_len | method | rows | filled | busiest over mean, of a step | of all rows | CPU ms |"
@@ -50,7 +50,7 @@ METHODS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.packing", __doc__)
     parser.add_argument("--lengths", nargs="+", choices=list(LENGTHS), default=list(LENGTHS))
     parser.add_argument("--seq-len", nargs="+", type=int, default=[8192, 32768])
     parser.add_argument("--documents", type=int, default=10_000)

@@ -12,12 +12,13 @@ from __future__ import annotations
 if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.plot_decode")
 
-import argparse
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ringattn.tools.terminal import Parser
 
 UNITS = {"": 1, "k": 1024, "M": 1024**2}
 SHOWN = ("read", "ringattn", "FA3", "FlashInfer", "torch SDPA")  # first words of kernels; the best of each is drawn
@@ -78,7 +79,7 @@ def draw(batches: Curves, device: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="plot what bench_decode measured on one GPU")
+    parser = Parser("benchmarks.plot_decode", "plot what bench_decode measured on one GPU")
     parser.add_argument("logs", nargs="+", type=Path, help="output of bench_decode")
     parser.add_argument("picture", type=Path, help="file that is written, such as decode.png")
     args = parser.parse_args(argv)

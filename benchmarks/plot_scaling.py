@@ -12,7 +12,6 @@ from __future__ import annotations
 if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m benchmarks.plot_scaling")
 
-import argparse
 import functools
 import importlib.util
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 from benchmarks import json_lines, scaling_lines
 from benchmarks.json_lines import table
 from benchmarks.scaling_lines import GIB, Line, contestants, group_by, latest, read
+from ringattn.tools.terminal import Parser
 
 
 def report(folder: Path) -> str:
@@ -244,7 +244,7 @@ def _topologies(runs: list[list[Line]]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.plot_scaling", __doc__)
     parser.add_argument("folder", type=Path, help="folder of the lines; the report goes there, too")
     return json_lines.print_report(report, parser.parse_args(argv).folder)
 

@@ -46,6 +46,7 @@ from ringattn.peer.link import Link, Region
 from ringattn.predict import cost, dataflow_time
 from ringattn.predict.cost import Costs
 from ringattn.shape import Shape
+from ringattn.tools.terminal import Parser
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 
@@ -310,7 +311,7 @@ def plot(rows: Sequence[Words], file: Path) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.predictions", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=token_count, nargs="+", default=[2048, 8192, 32768], help="tokens per rank")
     parser.add_argument("--heads", type=head_counts, nargs="+", default=[(32, 8), (16, 16)])

@@ -41,6 +41,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import ringattn
 from benchmarks import documents
 from ringattn.layouts.shards import LAYOUTS
+from ringattn.tools.terminal import Parser
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 
@@ -261,7 +262,7 @@ def trace_all(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("benchmarks.trace", __doc__)
     parser.add_argument("--tokens", type=token_count, default=8192, help="tokens per rank")
     parser.add_argument("--dataflows", nargs="+", default=["ring"])
     parser.add_argument("--heads", type=head_counts, default=(32, 8), help="QUERY_HEADS/KEY_HEADS, as in 32/8")

@@ -46,6 +46,7 @@ import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.layouts.shards import LAYOUTS
+from ringattn.tools.terminal import Parser, table
 from ringattn.transport import group as transport
 from scripts import ranks
 from scripts.arguments import positive
@@ -267,9 +268,8 @@ class Outcome:
 
     def table(self, kernel: str, device: torch.device) -> None:
         print(f"relative rms error against float64, worst over {self.cases} cases (kernel {kernel}, {device.type})")
-        print(f"{'dtype':10} {'ranks':>5}  " + "  ".join(f"{n:>8}" for n in NAMES))
-        for (name, n), row in self.worst.items():
-            print(f"{name:10} {n:5}  " + "  ".join(f"{row[r]:8.1e}" for r in NAMES))
+        rows = [[name, str(n), *(f"{row[r]:.1e}" for r in NAMES)] for (name, n), row in self.worst.items()]
+        print(*table(["dtype", "ranks", *NAMES], rows), sep="\n")
 
     def summary(self, failures: list[str], device: torch.device, seconds: float) -> None:
         for line in failures[:40]:
@@ -366,9 +366,7 @@ def largest(args: argparse.Namespace, group: Any, device: torch.device) -> list[
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("scripts.check", __doc__)
     parser.add_argument("--quick", action="store_true", help="only three cases and one layout")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="names of cases; default: all")
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), help="default: all; with --quick zigzag")

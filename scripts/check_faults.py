@@ -42,6 +42,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ringattn.tools.terminal import Parser
 from scripts.arguments import positive
 
 MARK = "RINGATTN_FAULT_CASE"  # an environment variable that marks the processes of a case
@@ -344,7 +345,7 @@ def cases(device: str, ranks: int, points: int, faults: list[str]) -> Iterator[C
 def main() -> int:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("scripts.check_faults", __doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=positive, default=0, help="default: 2 GPUs, or 3 processes on the CPU")
     parser.add_argument("--points", type=positive, default=20, help="of a gather; other dataflows get a quarter")

@@ -49,7 +49,7 @@ find_python() {
 make_venv() {
     local base
     base=$(find_python)
-    say "Setting up .venv with $("$base" --version) (once; downloads torch)"
+    say "Setting up .venv with $("$base" --version) (once, 5 to 15 minutes; downloads torch: about 3 GB on Linux, with CUDA's libraries)"
     # With its own pip, or with that of `base` (Debian's python3 without python3-venv).
     local pip=(.venv/bin/python -m pip)
     if ! suits .venv/bin/python || ! "${pip[@]}" --version >/dev/null 2>&1; then

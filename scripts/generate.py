@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import ringattn
 from ringattn import virtual
+from ringattn.tools.terminal import Parser
 from scripts import checkpoint, ranks, train
 from scripts.arguments import positive, token_count
 
@@ -233,9 +234,7 @@ def report(result: Result, prompt: Tensor, tokens: Tensor, args: argparse.Namesp
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("scripts.generate", __doc__)
     add = parser.add_argument
     add("--context", type=token_count, default=65536 if gpu else 2048, help="tokens of the prompt")
     add("--new-tokens", type=positive, default=64)

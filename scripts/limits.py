@@ -28,6 +28,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import reference, virtual
+from ringattn.tools.terminal import Parser
 from scripts import check, ranks
 
 WINDOW = 255  # keys that a query sees before its own
@@ -148,9 +149,7 @@ def run(case: Case, tokens: int, args: argparse.Namespace, dtype: torch.dtype, d
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.limits", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("scripts.limits", __doc__)
     parser.add_argument("--limit", type=int, default=2**31)
     parser.add_argument("--samples", type=int, default=24, help="random tokens to compare, next to those at the limit")
     parser.add_argument("--kernels", nargs="+", help="default: hopper and triton on GPUs, eager on CPUs")

@@ -41,6 +41,7 @@ from ringattn import host_memory
 from ringattn.dataflow.gathered import gathered_block
 from ringattn.kernels.contract import LONGEST_SUM
 from ringattn.layouts.shards import Shard
+from ringattn.tools.terminal import Parser
 from scripts import ranks
 from scripts.arguments import head_counts, positive, token_count
 from scripts.check import UNIT
@@ -410,9 +411,7 @@ def report(summary: dict[str, Any]) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.longest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("scripts.longest", __doc__)
     parser.add_argument(
         "--tokens", type=token_count, help="tokens of all ranks; default: 10_485_760, with --backward 1_048_576"
     )

@@ -11,7 +11,6 @@ end. Exits with 1 if anything is wrong or crashes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import logging
@@ -28,6 +27,7 @@ from transformers.models.auto import modeling_auto
 
 import ringattn.hf
 from ringattn import virtual
+from ringattn.tools.terminal import Parser
 
 VOCABULARY, SEQ = 61, 24
 RANKS = (1, 2, 4)
@@ -245,7 +245,7 @@ def names(only: list[str]) -> list[tuple[str, bool]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("scripts.models", __doc__)
     parser.add_argument("models", nargs="*", help="model types; all by default")
     only = parser.parse_args().models
     warnings.simplefilter("ignore")

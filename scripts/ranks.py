@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
@@ -104,6 +105,32 @@ def own_gpu() -> torch.device:
         )
     torch.cuda.set_device(device)
     return device
+
+
+def launch(module: str, arguments: list[str], count: int) -> int:
+    """Run a module on ranks of this host as torchrun does, and return its exit status. Ctrl-C and SIGTERM end it with
+    one line in place of torchrun's traceback.
+
+    Args:
+        count: ranks; 0: one for each GPU, or 4 on the CPU.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    count = count or torch.cuda.device_count() or 4
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // count, 1)))
+    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own; it warns of signals
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
+    try:
+        torchrun.main(["--standalone", "--nproc-per-node", str(count), "-m", module, *arguments])
+    except SignalException as end:
+        print("\nstopped", file=sys.stderr)
+        return 128 + int(end.sigval)
+    except ChildFailedError:  # whose ranks have said why
+        return 1
+    return 0
 
 
 def one_line(problem: BaseException | str) -> str:

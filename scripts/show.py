@@ -33,6 +33,7 @@ from torch import Tensor
 import ringattn
 from ringattn import mask as masks
 from ringattn.layouts.shards import LAYOUTS, positions
+from ringattn.tools.terminal import Parser
 from ringattn.virtual import VirtualRank
 
 if TYPE_CHECKING:
@@ -418,11 +419,7 @@ def plans(args: argparse.Namespace) -> tuple[list[ringattn.Plan], str]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.show",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("scripts.show", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=4)
     add("--seq-len", type=int, default=4096)

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 import ringattn
 from ringattn.memo import Memo
+from ringattn.tools.terminal import Parser, table
 from ringattn.transport import group as transport
 from scripts import check, ranks
 from scripts.arguments import positive
@@ -263,19 +264,19 @@ def _shown(state: dict[str, float]) -> str:
 
 def report(result: dict[str, Any]) -> None:
     print(f"{result['steps']} steps, {result['compared']} compared with float64, in {result['seconds']:.0f} s")
-    print(f"{'rank':>4}  {'quantity':14}  {'first third':>12}  {'last third':>12}  {'allowed growth':>14}")
-    for rank, table in enumerate(result["rows"]):
-        for name, first, last, allowed, grows in table:
-            print(f"{rank:4}  {name:14}  {first:12.5g}  {last:12.5g}  {allowed:14.3g}  {'GROWS' if grows else ''}")
+    rows = [
+        [str(rank), name, f"{first:.5g}", f"{last:.5g}", f"{allowed:.3g}", "GROWS" * grows]
+        for rank, quantities in enumerate(result["rows"])
+        for name, first, last, allowed, grows in quantities
+    ]
+    print(*table(["rank", "quantity", "first third", "last third", "allowed growth"], rows, left=2), sep="\n")
     for line in result["failures"]:
         print("FAILED", line)
     print(json.dumps(result), flush=True)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("scripts.soak", __doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--steps", type=positive, help="end after this many steps, even if there is time left")
     parser.add_argument("--seed", type=int, default=0)

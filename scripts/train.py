@@ -28,6 +28,19 @@ from __future__ import annotations
 if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m scripts.train")
 
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # Ctrl-C while torch is imported, which takes seconds: one line of the first process
+
+    def stop(*_: object) -> None:
+        if "--launch" in sys.argv:
+            os.write(2, b"\nstopped\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, stop)
+
 import argparse
 import contextlib
 import ctypes
@@ -35,10 +48,7 @@ import datetime
 import io
 import json
 import math
-import os
 import resource
-import signal
-import sys
 import sysconfig
 import tempfile
 import time
@@ -56,6 +66,7 @@ from torch import Tensor, nn
 
 import ringattn
 from ringattn import errors, reference, virtual
+from ringattn.tools.terminal import Parser, table
 from scripts import checkpoint, ranks
 
 BYTES = 256  # the vocabulary
@@ -304,10 +315,12 @@ def report_comparison(comparisons: list[Comparison], tokens: int) -> Comparison:
         ArithmeticError: a difference is above its tolerance.
     """
     print(f"\nThe same {tokens:,} bytes on one process and on several: loss, and the gradient of every parameter")
-    print("  ranks  precision  loss       loss differs  gradients differ  peak memory of a rank")
+    rows = []
     for c in comparisons:
-        differ = f"{c.loss_difference:<12.1e}  {c.gradient_difference:<16.1e}" if c.ranks > 1 else f"{'-':12}  {'-':16}"
-        print(f"  {c.ranks:<5}  {c.precision:9}  {c.loss:<9.6f}  {differ}  {c.peak_bytes / 2**20:,.1f} MiB")
+        differ = [f"{x:.1e}" if c.ranks > 1 else "-" for x in (c.loss_difference, c.gradient_difference)]
+        rows.append([f"  {c.ranks}", c.precision, f"{c.loss:.6f}", *differ, f"{c.peak_bytes / 2**20:,.1f} MiB"])
+    head = ["  ranks", "precision", "loss", "loss differs", "gradients differ", "peak memory of a rank"]
+    print(*table(head, rows, left=len(head)), sep="\n")
     for c in comparisons:
         if not c.largest <= TOLERANCE[c.precision]:  # also for NaN
             raise ArithmeticError(
@@ -581,11 +594,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
     Relative paths in the arguments start at ``--directory``, which becomes the current directory.
     """
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="./scripts/demo",
-        description=(__doc__ or "").split("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser("./scripts/demo", (__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--context", type=int, default=131072 if gpu else 8192, help="bytes of text in one sequence, over all ranks")
     add("--steps", type=int, default=60 if gpu else 24, help="training steps of this run")
@@ -612,7 +621,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any] | None]:
         "auto: continue an interrupted run until --steps steps in all, from nothing if there is no checkpoint",
     )
     add("--directory", type=Path, help="folder at which relative paths start; None: the current one")
-    add("--count-ranks", action="store_true", help="check the arguments, print how many ranks to launch, and exit")
+    add("--launch", type=int, metavar="RANKS", help="start this many processes; 0: one for each GPU, or 4 on the CPU")
     args, saved = parser.parse_args(argv), None
     if args.directory is not None:
         os.chdir(args.directory)
@@ -712,11 +721,13 @@ def run(args: argparse.Namespace, saved: dict[str, Any] | None, device: torch.de
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if "--count-ranks" in argv:
+        if "--launch" in argv:  # checks the arguments before any rank starts, so that a mistake is reported once
             args, _ = parse(argv)
             checked_text(args)
-            print(torch.cuda.device_count() or 4)
-            return 0
+            number = argv.index("--launch")
+            how = "one to two minutes" if args.steps <= 24 and not torch.cuda.is_available() else "some minutes"
+            print(f"This takes {how} and downloads nothing; Ctrl-C ends it", flush=True)
+            return ranks.launch("scripts.train", argv[:number] + argv[number + 2 :], args.launch)
         device = connect()
         args, saved = parse(argv)  # the group has been joined, so that ranks agree on the checkpoint
         run(args, saved, device)
@@ -737,4 +748,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "--launch" not in sys.argv:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.end(main)

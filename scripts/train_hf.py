@@ -52,6 +52,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import ringattn.hf  # changed: registers "ringattn"
 from ringattn.tools.planner.model_shapes import MODELS, ModelShape
+from ringattn.tools.terminal import Parser
 from scripts import checkpoint, less_memory, random_weights, ranks
 from scripts.arguments import positive, token_count
 from scripts.less_memory import Setting
@@ -62,9 +63,7 @@ Batch = dict[str, Tensor]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.train_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("scripts.train_hf", __doc__)
     parser.add_argument("--model", choices=["llama", "gemma2"], default="llama")
     parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--dim", type=int, default=64)

@@ -17,7 +17,6 @@ from __future__ import annotations
 if not __package__:
     raise SystemExit("start this as a module, in the repository's root: python -m tests.mutants")
 
-import argparse
 import functools
 import json
 import os
@@ -32,6 +31,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from ringattn.tools.terminal import Parser
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "tests/mutants.toml"
@@ -166,9 +167,7 @@ def judge_all(mutants: Sequence[Mutant], jobs: int, long: bool = False) -> Itera
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("tests.mutants", __doc__)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="mutants whose name contains one of these")
     parser.add_argument(
         "--long", action="store_true", help="those that only the long tests notice, too, with all tests"

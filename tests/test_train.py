@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,12 +157,39 @@ def test_peak_memory_counts_tensors_that_are_alive_together():
     ],
 )
 def test_mistakes_are_reported_before_any_rank_starts(arguments, error, capsys):
-    assert train.main(["--count-ranks", "--dim", "128", "--out=/nonexistent", *arguments.split()]) == 1
+    assert train.main(["--launch", "4", "--dim", "128", "--out=/nonexistent", *arguments.split()]) == 1
     assert error in capsys.readouterr().err
 
 
 def test_text_too_short(tmp_path, capsys):
     (tmp_path / "text").write_bytes(b"x" * 100)
-    assert train.main(["--count-ranks", "--text", str(tmp_path / "text"), "--context", "100"]) == 1
+    assert train.main(["--launch", "4", "--text", str(tmp_path / "text"), "--context", "100"]) == 1
     assert "100 bytes" in capsys.readouterr().err
-    assert train.main(["--count-ranks", "--text", str(tmp_path / "text"), "--context", "99"]) == 0
+    with mock.patch("torch.distributed.run.main") as torchrun:
+        assert train.main(["--launch", "3", "--text", str(tmp_path / "text"), "--context", "99"]) == 0
+    words = torchrun.call_args.args[0]
+    assert words[:5] == ["--standalone", "--nproc-per-node", "3", "-m", "scripts.train"]
+    assert words[5:] == ["--text", str(tmp_path / "text"), "--context", "99"]
+    assert "Ctrl-C ends it" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["Using", "This takes", "  step 2"])
+def test_ctrl_c_in_the_demo_is_one_line(moment, tmp_path):
+    """While the program is checked, while ranks start, and while they train: all processes of a terminal get SIGINT."""
+    words = f"scripts/demo --steps 500 --context 1024 --save-every 500 --out {tmp_path}".split()
+    demo = subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | {"RANKS": "2"}, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if line.startswith(moment):
+            break
+    time.sleep(1)  # of what the next process does
+    os.killpg(demo.pid, signal.SIGINT)
+    rest = [line.strip() for line in demo.stdout]
+    assert demo.wait() == 130
+    ended = [line for line in rest if line and not line.startswith(("Training", "text", "model", "split", "The same"))]
+    ended = [line for line in ended if not re.match(r"step \d|ranks |\d |Largest|This takes", line)]
+    assert ended == ["stopped"], rest

@@ -39,6 +39,7 @@ from ..kernels import backends, contract
 from ..masks.intervals import Mask
 from ..peer import driver
 from ..plans import Plan
+from .terminal import Parser
 
 SECONDS = 10.0  # of the numerical self-test
 TIMEOUT = 600.0  # seconds of an exchange between two processes
@@ -390,10 +391,8 @@ def examine(checks: dict[str, Check]) -> Iterator[Finding]:
             yield Finding(name, "fail", text, "this check could not run; report the output of this command")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m ringattn.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: list[str] | None = None, name: str = "ringattn.doctor") -> int:
+    parser = Parser(name, __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of the comparison with float64")
     parser.add_argument("--exchange", nargs=3, help=argparse.SUPPRESS)  # one of the two processes
@@ -403,8 +402,9 @@ def main(argv: list[str] | None = None) -> int:
         return _as_rank(backend, store, int(rank))
     checks: dict[str, Check] = {check.__name__: check for check in (versions, gpus, links, settings, limits, exchange)}
     findings = []
-    if torch.cuda.is_available() and not args.json:
-        print("kernels are compiled the first time, which takes a minute or two", flush=True)
+    if not args.json:
+        compiles = torch.cuda.is_available()
+        print("about 40 seconds; 90 if kernels are compiled" if compiles else "about 20 seconds", flush=True)
     for finding in examine(checks | {"arithmetic": functools.partial(arithmetic, args.seconds)}):
         findings.append(finding)
         if not args.json:

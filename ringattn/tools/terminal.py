@@ -29,7 +29,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, formatter_class=_Help, **options)
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        options.setdefault("help", "")  # a default is shown with the text of an option only
+        if options.get("default") not in (None, False, []):
+            options.setdefault("help", "default: %(default)s")  # argparse shows no default of options without a text
         return super().add_argument(*names, **options)
 
 

@@ -51,8 +51,8 @@ def by_tokens(module: nn.Module, chunk: int) -> None:
 
 
 def run_by_tokens(function: Callable[..., Tensor], x: Tensor, chunk: int, parameters: Sequence[Tensor]) -> Tensor:
-    """Return what ``function(x[:, tokens], tokens=tokens)`` makes of ``chunk`` tokens at a time, in their order; the sum of
-    what it returns if these are scalars.
+    """Return what ``function(x[:, tokens], tokens=tokens)`` makes of ``chunk`` tokens at a time, in their order; if
+    these are scalars, their sum.
 
     Args:
         x: (batch, tokens, ...); without tokens it is one empty chunk.

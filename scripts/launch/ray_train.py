@@ -14,10 +14,10 @@ https://docs.ray.io/en/latest/train/getting-started-pytorch.html
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import Any
 
+from ringattn.tools.terminal import Parser
 from scripts import train
 
 
@@ -47,9 +47,7 @@ def trainer(workers: int, cpu: bool, restarts: int, arguments: list[str]) -> Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.launch.ray_train", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser("scripts.launch.ray_train", (__doc__ or "").split("\n")[0])
     parser.add_argument("--workers", type=int, required=True, help="ranks, each with a GPU of its own")
     parser.add_argument("--cpu", action="store_true", help="workers without GPUs")
     parser.add_argument("--restarts", type=int, default=3, help="how often all workers are started again")

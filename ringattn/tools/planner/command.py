@@ -43,8 +43,8 @@ from .ways import MOST, Problem, Verdict, longest, verdicts
 GIB = 2**30
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser("ringattn.planner", __doc__)
+def parse(argv: list[str] | None = None, name: str = "ringattn.planner") -> argparse.Namespace:
+    parser = Parser(name, __doc__)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     model.add_argument("--config", type=Path, help="config.json of transformers")
@@ -276,12 +276,12 @@ def about(problem: Problem) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(argv: list[str] | None = None, name: str = "ringattn.planner") -> int:
+    args = parse(argv, name)
     try:
         problem = problem_of(args)
     except (ValueError, OSError) as error:
-        print(f"ringattn.planner: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     machines, shape = problem.cluster, problem.model
     if args.generate:

@@ -1,0 +1,26 @@
+"""The command ``ringattn``, which pip installs: ``ringattn doctor`` and ``ringattn plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+COMMANDS = {
+    "doctor": ("doctor", "check this machine: about 20 seconds, with GPUs 40, the first time 90"),
+    "plan": ("planner.command", "predict time and memory of training or generation: some seconds, no GPU"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command with the arguments that follow its name, and return its exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] not in COMMANDS:
+        parser = argparse.ArgumentParser(prog="ringattn", description=__doc__)
+        commands = parser.add_subparsers(required=True, help="with --help after it: its options")
+        for name, (_, text) in COMMANDS.items():
+            commands.add_parser(name, help=text)
+        parser.parse_args(words)  # prints and exits
+    run: Callable[[list[str], str], int] = import_module(f".{COMMANDS[words[0]][0]}", __package__).main
+    return run(words[1:], f"ringattn {words[0]}")
