@@ -84,7 +84,7 @@ def test_there_is_one_kind_of_parser() -> None:
     """That of the command ``ringattn`` has no options."""
     files = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     others = {path.name for path in files if "ArgumentParser(" in path.read_text()}
-    assert others == {"terminal.py", "commands.py"}
+    assert others == {"commands.py"}
 
 
 def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
