@@ -11,7 +11,6 @@ runs in the thread that calls it.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import os
 import pstats
@@ -28,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn
 from benchmarks.documents import bounds
+from ringattn.tools.terminal import Parser
 
 ROWS = (  # tokens per rank, lengths of documents, heads
     (1024, None, (32, 8)),
@@ -104,9 +104,7 @@ def profile(call: Callable[[], object], functions: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("benchmarks.host", __doc__)
     parser.add_argument("--profile", type=int, metavar="N", help="print the N functions that take longest")
     parser.add_argument("--no-graphs", action="store_true", help="do not capture")
     args = parser.parse_args()

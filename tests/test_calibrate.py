@@ -47,7 +47,7 @@ def test_two_ranks_measure_write_and_decide(pools: Callable[[int], Pool], world_
     assert all(costs[name] > 0 if name.endswith(("tflops", "gbs")) else costs[name] >= 0 for name in measured)
     assert 0 <= costs["contention"] <= 1
     assert f"costs: measured, {file}" in text
-    assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source == "defaults"
+    assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source.startswith("defaults of CPU threads")
 
 
 def test_default_costs_of_a_benchmark_are_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:

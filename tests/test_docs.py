@@ -575,7 +575,7 @@ def test_generation() -> None:
         return (x[:, -1:] @ table.T).argmax(-1)
 
     def body(rank: VirtualRank) -> list[int]:
-        on_rank = types.SimpleNamespace(**vars(ringattn))
+        on_rank = types.SimpleNamespace(**{name: getattr(ringattn, name) for name in ringattn.__all__})
         on_rank.KVCache = functools.partial(ringattn.KVCache, group=rank)
         made: list[int] = []
 
