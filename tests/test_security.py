@@ -13,16 +13,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ringattn", "kernels", "scripts", "benchmarks")
 MODULES = {  # whole, but for their errors
-    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "socketserver", "http.server",
-    "xmlrpc.server", "multiprocessing.managers", "torch.distributed.rpc",
+    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "jsonpickle", "marshal", "shelve", "pty",
+    "socketserver", "http.server", "wsgiref", "xmlrpc.server", "multiprocessing.managers",
+    "torch.distributed.rpc", "torch.package", "torch.hub", "torch.utils.cpp_extension",
 }  # fmt: skip
 FUNCTIONS = {
-    "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
-    "subprocess.getstatusoutput", "yaml.load", "yaml.unsafe_load", "torch.hub.load", "torch.package.PackageImporter",
-    "pandas.read_pickle", "multiprocessing.connection.Listener", "socket.create_server", "asyncio.start_server",
-    "asyncio.start_unix_server",
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "posix.system", "subprocess.getoutput",
+    "subprocess.getstatusoutput", "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.unsafe_load",
+    "pandas.read_pickle", "torch.serialization.load", "torch.jit.load", "multiprocessing.connection.Listener",
+    "multiprocessing.Manager", "socket.create_server", "asyncio.start_server", "asyncio.start_unix_server",
+    "asyncio.create_subprocess_shell", "logging.config.listen",
 }  # fmt: skip
 METHODS = {"listen", "create_server", "start_server", "read_pickle"}  # of whatever object
+CALLED = {"torch.load", "numpy.load"}  # may only be called, so that their arguments can be seen
 SAFE = {  # the values that an argument may have
     "weights_only": "True", "allow_pickle": "False", "shell": "False", "trust_remote_code": "False",
 }  # fmt: skip
@@ -54,24 +57,45 @@ def offences(source: str) -> Iterator[str]:
     def resolved(node: ast.expr) -> str:
         if isinstance(node, ast.Name):
             return names.get(node.id, node.id)
-        return f"{resolved(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "()"
+        if isinstance(node, ast.Attribute):
+            return f"{resolved(node.value)}.{node.attr}"
+        if isinstance(node, ast.Call) and node.args and isinstance(last := node.args[-1], ast.Constant):
+            function = resolved(node.func).removeprefix("builtins.")
+            if function == "getattr" and len(node.args) == 2:
+                return f"{resolved(node.args[0])}.{last.value}"
+            if function == "importlib.import_module" and len(node.args) == 1:
+                return str(last.value)
+        return "()"
 
-    def mentioned(node: ast.AST) -> Iterator[str]:
+    def mentioned(node: ast.AST, called: bool = False) -> Iterator[str]:
         found: list[str] = []
         if isinstance(node, ast.ImportFrom) and not node.level:
             found = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Name | ast.Attribute):
+        elif isinstance(node, ast.expr):
             found = [resolved(node)]
-        yield from (f"line {node.lineno}: {name}" for name in found if forbidden(name))
+        for name in found:
+            name = name.removeprefix("builtins.")
+            escapes = name in CALLED and not called and not isinstance(node, ast.ImportFrom)
+            if forbidden(name) or escapes or name.endswith(".*"):
+                yield f"line {node.lineno}: {name}"  # type: ignore[attr-defined]
+        given = []  # words with their values, of a call or of a dict that may become one
         if isinstance(node, ast.Call):
-            name, given = resolved(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
-            unsafe = name == "torch.load" and given.get("weights_only") != "True"
-            unsafe |= any(given.get(word, value) != value for word, value in SAFE.items())
+            name = resolved(node.func)
+            given = [(k.arg, ast.unparse(k.value)) for k in node.keywords]
+            unsafe = name == "torch.load" and ("weights_only", "True") not in given
+            unsafe |= name == "numpy.load" and (len(node.args) > 2 or (None in dict(given)))
             if unsafe or name.rpartition(".")[2] in METHODS:
                 yield f"line {node.lineno}: {name}"
+        elif isinstance(node, ast.Dict):
+            given = [
+                (k.value, ast.unparse(v))
+                for k, v in zip(node.keys, node.values, strict=True)
+                if isinstance(k, ast.Constant)
+            ]
+        yield from (f"line {node.lineno}: {word}={value}" for word, value in given if SAFE.get(word, value) != value)
         if not isinstance(node, ast.Attribute) or "()" in found[0]:  # parts of a name are no names of their own
             for child in ast.iter_child_nodes(node):
-                yield from mentioned(child)
+                yield from mentioned(child, isinstance(node, ast.Call) and child is node.func)
 
     yield from mentioned(tree)
 
@@ -98,7 +122,16 @@ def test_such_lines_are_found() -> None:
         "from torch import distributed\nsend = distributed.send_object_list", "server.listen()",
         "import asyncio\nasyncio.start_server(f, host)", "make().create_server(f)", "socket.create_server(x)",
         "import http.server\nhttp.server.HTTPServer(x, y)", "from multiprocessing.connection import Listener",
-        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)", "import torch\nload = torch.load\nload(p)",
+        "import functools, torch\nf = functools.partial(torch.load, p)", "from torch import *\nload(p)",
+        "import torch\ngetattr(torch, 'load')(p)", "__import__('pickle').loads(x)", "import builtins\nbuiltins.exec(x)",
+        "import importlib\nimportlib.import_module('pickle').loads(x)", "import numpy as np\nnp.load(p, None, True)",
+        "import numpy as np\nnp.load(p, **options)", "import subprocess\nsubprocess.run(x, **{'shell': True})",
+        "import torch\ntorch.jit.load(p)", "import torch.serialization as ts\nts.load(p)",
+        "exec(compile(x, p, 'exec'))",
+        "from torch.utils.cpp_extension import load_inline",
+        "import asyncio\nasyncio.create_subprocess_shell(x)",
+        "import multiprocessing\nmultiprocessing.Manager()", "import logging.config\nlogging.config.listen(1)",
     )  # fmt: skip
     assert [text for text in lines if not list(offences(text))] == []
 
@@ -106,8 +139,9 @@ def test_such_lines_are_found() -> None:
 def test_safe_lines_are_allowed() -> None:
     lines = (
         "import json, subprocess, torch", "import numpy as np", "import torch.distributed.checkpoint as dcp",
-        "torch.load(path, weights_only=True)", "json.load(file)", "dcp.load(state)", "np.load(path)", "model.eval()",
+        "torch.load(path, weights_only=True)", "json.load(file)", "dcp.load(state)", "model.eval()",
         "import pickle", "try:\n    pass\nexcept pickle.UnpicklingError:\n    pass",
         "subprocess.run(command, shell=False)", "tl.load(pointer)", "gather(x, use_gather_object=True)",
+        "torch.compile(f)", "re.compile(x)", "np.load(path)", "{'allow_pickle': False}", "getattr(x, 'load')",
     )  # fmt: skip
     assert list(offences("\n".join(lines))) == []
