@@ -56,10 +56,17 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = [] if suite.LONG else [item for item in items if item.get_closest_marker("long")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    kept, left_out, skipped = [], [], set()
+    for item in items:
+        function, _, _ = item.nodeid.partition("[")
+        if any(mark.args[0] is True for mark in item.iter_markers("skipif")):
+            again = function in skipped  # of a function's hundreds of cases that need a GPU, one says so
+            skipped.add(function)
+        else:
+            again = False
+        (left_out if again or (item.get_closest_marker("long") and not suite.LONG) else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -66,6 +66,14 @@ def test_an_error_of_one_rank_reaches_all(pools: Callable[[int], Pool], world_si
     assert answers[0].startswith("RankFailed: a call failed on rank 2: cu_seqlens is wrong: ‚ü" + "x" * 300)
 
 
+@pytest.mark.parametrize("other", range(1, 5))
+def test_every_rank_is_looked_at(other: int) -> None:
+    rows = [{**FIELDS, "number": 3 + (rank == other)} for rank in range(5)]
+    with pytest.raises(Disagreement) as caught:
+        compare(*rows)
+    assert caught.value.values == {"3": [rank for rank in range(5) if rank != other], "4": [other]}
+
+
 def test_exceptions_carry_fields_and_are_value_errors() -> None:
     with pytest.raises(ValueError) as caught:
         compare(FIELDS, {**FIELDS, "name": "ring"}, FIELDS)

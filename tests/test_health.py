@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from ringattn import errors
 from ringattn.errors import Desynchronized, Disagreement, GroupBroken, LostPeer, Place, RankFailed, TimedOut
+from ringattn.peer import watchdog
 from ringattn.peer.watchdog import Board, CallMark
 from ringattn.transport import health
 from ringattn.transport.health import Health
@@ -39,6 +40,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def with_board(folder: Path) -> tuple[Health, list[Board]]:
+    folder.mkdir(exist_ok=True)
     boards = [Board.create(str(folder / "board"), 0, 3), *(Board.open(str(folder / "board"), r, 3) for r in (1, 2))]
     for board in boards:
         board.enter(10.0)
@@ -101,6 +103,44 @@ def test_a_slower_rank_of_this_host_may_wait_for_another_one(tmp_path: Path, tim
     late = here.failure(RuntimeError("timed out"), PLACE, time.now - 10, 10.0, 2)
     assert (type(late), late.peer) == (TimedOut, None)
     assert late.cause.startswith("this rank waits for rank 2 on b; rank 1 (process ")
+
+
+@pytest.mark.parametrize("other", [1, 2])
+@pytest.mark.parametrize("compares", [(True, True), (True, False), (False, True), (False, False)])
+def test_every_rank_of_this_host_is_compared_in_a_call(tmp_path: Path, other: int, compares: tuple[bool, bool]) -> None:
+    here, boards = with_board(tmp_path)
+    here.here = boards[0].entered()
+    for rank in (1, 2):
+        boards[rank].begin(10.0, CallMark(1, rank == other, compares[1]), "f")
+    # Where both compare their arguments in an exchange, that finds it, with the same error on all ranks.
+    assert here.begin(7.0, CallMark(1, 0, compares[0]), "f") == (None if all(compares) else other)
+    assert (boards[1].limit(0), boards[1].calls_of(0), boards[1].shown(0)) == (7.0, 1, "f")
+    assert here.begin(7.0, CallMark(2, 5), "g") is None, "the others have not begun it"
+
+
+def test_what_a_rank_says_of_its_failure(tmp_path: Path) -> None:
+    here, boards = with_board(tmp_path)
+    here.fail(TimedOut(PLACE, None, 0.1, "nobody came"), "")
+    assert (boards[1].blamed(0), boards[1].text(0)) == (watchdog.UNKNOWN, "nobody came")
+    other, _ = with_board(tmp_path / "again")
+    other.fail(LostPeer(PLACE, 2, 0.1, "rank 2 has died"), "")
+    assert other.board is not None
+    assert (other.board.blamed(0), other.board.text(0)) == (2, "rank 2 has died")
+    other.leave()
+    assert other.board.status(0) == watchdog.FAILED
+
+
+def test_the_board_has_no_name_after_all_have_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    create = Board.create.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Board, "create", classmethod(lambda cls, path, *sizes: names.append(path) or create(cls, path, *sizes))
+    )
+    alone = Health(0, 1)
+    assert alone.make_board(5, 3.0, lambda words: words[None]) == [5]
+    assert [Path(name).exists() for name in names] == [False]
+    assert alone.board is not None
+    assert (alone.board.limit(0), alone.here, alone.seen, alone.others) == (3.0, [], [], None)
 
 
 @pytest.mark.parametrize("bad", [0, -1, "soon", None, float("nan"), True])

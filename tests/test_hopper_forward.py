@@ -49,6 +49,7 @@ from kernel_contract import (
     window,
 )
 from list_scheduling import last_end
+from suite import few
 
 from benchmarks.documents import bounds
 from ringattn.kernels import contract
@@ -267,7 +268,7 @@ def test_compiled_code(dims, kind):
 
 
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
-@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", few([(192, 128), (256, 256)]), ids=str)
 def test_out_that_is_not_staged_is_stored_by_16_bytes(dims):
     assert facts_of(dims)["ready-out"]["long_stores"] == 2 * 64 * dims[1] // 128 // 8  # of a thread, two consumers
 
@@ -281,6 +282,7 @@ def test_without_clusters_head_dim_512_runs_on_the_portable_kernel(monkeypatch):
         choose("hopper", q, k, v, simple(512))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
 @pytest.mark.parametrize("kind", ["out", "state"])
 @pytest.mark.parametrize("dims", [dims for dims in DIMS if "out" in kinds_of(dims)], ids=str)
@@ -292,6 +294,7 @@ def test_waiting_for_keys_costs_the_consumers_nothing(dims, kind):
         assert facts[f"ready-{kind}"]["steps"] == facts[kind]["steps"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
 @pytest.mark.parametrize("dims", [dims for dims in DIMS if "divided-out" in kinds_of(dims)], ids=str)
 @pytest.mark.parametrize("kind", ["long-out", "divided-out"])
@@ -302,6 +305,7 @@ def test_flushes_and_parts_cost_the_loop_over_full_tiles_little(dims, kind):
     assert min(facts[kind]["lengths"]) <= min(facts["out"]["lengths"]) + more
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
 @pytest.mark.parametrize("dims", [dims for dims in DIMS if "alibi-out" in kinds_of(dims)], ids=str)
 def test_alibi_costs_the_loop_over_full_tiles_no_instruction_for_each_score(dims):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import suite
 import torch
 from cases import Case, Dense, any_case
 from hypothesis import given
@@ -121,6 +122,9 @@ def largest_of(name: str, x: Problem) -> Tensor:
     return top
 
 
+SOME = ("window", "gqa", "segments", "nothing", "batch", "alibi-per-batch-softcap", "chunks-padding-sink", "dims-40-80")
+
+
 @pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_kernels(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +132,8 @@ def test_kernels(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     unit, dims = (12, (128, 128)) if backend == "hopper" else (1, (16, 16))
     count = 0
     for name, case in CASES.items():
-        if dtype == torch.bfloat16 and not torch.cuda.is_available() and name not in ("window", "gqa", "segments"):
+        whole = torch.cuda.is_available() or (suite.LONG and dtype == torch.float32)
+        if not whole and name not in SOME:
             continue  # the interpreter takes its time
         x = make_problem(case, dtype, unit, dims)
         if any(refusals(BACKENDS[backend], x)):

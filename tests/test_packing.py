@@ -81,6 +81,15 @@ def test_no_document_of_the_busiest_row_could_move_to_another(lengths: list[int]
     assert busiest_row.work <= min(row.work for row in packing.rows) + lightest
 
 
+@given(some_lengths, st.integers(60, 70), st.integers(1, 5), st.integers(1, 60))
+def test_rows_hold_what_fits_whatever_the_work(lengths: list[int], seq_len: int, replicas: int, factor: int) -> None:
+    """A short document may have more work than a long one, so that an exchange makes the busiest row longer."""
+    packing = ringattn.pack(lengths, seq_len, rows=replicas, work=lambda tokens: tokens * factor % 61)
+    assert all(row.tokens <= seq_len for row in packing.rows)
+    assert sorted(i for row in packing.rows for i in row.documents) == list(range(len(lengths)))
+    assert sum(row.work for row in packing.rows) == sum(tokens * factor % 61 for tokens in lengths)
+
+
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(1, 40), st.integers(1, 4), st.integers(1, 40))
 def test_long_documents_are_cut_into_rows(lengths, seq_len, replicas, window) -> None:
     packing = ringattn.pack(lengths, seq_len, rows=replicas, split=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import pickle
 import re
 import weakref
@@ -398,6 +399,19 @@ def test_the_same_arguments_give_the_same_plan() -> None:
     ]
     assert len({id(p) for p in [first, *others]}) == 6
     assert len({p.handle for p in [first, *others]}) == 6
+
+
+def test_arguments_that_ranks_compare_make_plans_of_their_own() -> None:
+    """An argument that is left out of the cache's key would hand out the plan of an earlier call."""
+    compared = {what.split()[0] for what in DIFFERENCES}
+    given = set(inspect.signature(plan_function).parameters)
+    assert given - compared == {"window_size", "group", "cu_seqlens_k", "mask", "held", "wait"}
+    rank = VirtualRank(0, 4)
+    for what, pair in DIFFERENCES.items():
+        one, other = (plan_function(**{"seq_len": 24, **arguments}, group=rank) for arguments in pair)
+        assert one is not other, what
+        assert one.digest != other.digest, what
+        assert plan_function(**{"seq_len": 24, **pair[0]}, group=rank) is one, what
 
 
 def test_a_plan_seen_before_is_quick() -> None:

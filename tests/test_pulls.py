@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 pytest.importorskip("triton")
 from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
+from suite import few
 
 import ringattn
 from ringattn.dataflow import copy_engines
@@ -468,7 +469,7 @@ CASES = {
 def test_keys_are_complete_when_they_are_read_and_gradients_when_they_are_summed(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for seed in range(SEEDS):
+    for seed in few(range(SEEDS), SEEDS // 2):
         play(monkeypatch, CASES[name], seed)
 
 

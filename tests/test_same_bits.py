@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import Case, any_case
 from hypothesis import given
-from suite import examples, few
+from suite import examples, few, world_sizes
 from torch import Tensor
 
 import ringattn
@@ -26,7 +26,7 @@ from ringattn.dataflow.same_bits import SAME_BITS
 from ringattn.kernels import contract, long_sums
 from ringattn.kernels.backends import BACKENDS, Eager, Triton
 
-RANKS = (1, 2, 3, 4, 8)
+RANKS = world_sizes(1, 2, 4, long=(3, 8))
 SEQ = 290  # three tiles, the last one cut
 
 
@@ -257,6 +257,14 @@ def test_verify(layout: str, mask: str) -> None:
             with pytest.raises(AssertionError, match=message):
                 SAME_BITS.verify(plan)
         plan.memo.put(key, right)
+
+
+def test_sums_of_rows_are_in_float64() -> None:
+    """The gradient of a sink is a sum over all queries: in float32 small ones would be lost next to large ones."""
+    plan = ringattn.plan(5000, virtual.VirtualRank(0, 1), deterministic=True)
+    x = torch.full((1, 3, 5000), 1.0)
+    x[:, :, 0] = 2.0**24
+    assert plan.flow.sum_rows(plan, x).tolist() == [2.0**24 + 4999] * 3
 
 
 def test_layers_of_other_groups_have_other_pieces() -> None:

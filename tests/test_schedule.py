@@ -7,6 +7,7 @@ of a schedule must make it fail.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -161,6 +162,8 @@ def test_one_hop_in_local_size_crosses_groups(groups: int, local: int) -> None:
     n = groups * local
     schedule = Schedule(n, needs_where(n, lambda r, o: True), local)
     check_schedule(schedule)
+    moves = [((b[0] - a[0]) % groups, (b[1] - a[1]) % local) for a, b in itertools.pairwise(schedule.displacements)]
+    assert set(moves) <= {(0, 1), (1, 0)}, "to a neighbour inside, or across at the same place"
     for r in range(n):
         sent = [s.shard_to for s in schedule.steps(r) if s.shard_to is not None]
         assert len(sent) == n - 1

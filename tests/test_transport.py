@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import itertools
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
 from ringattn.peer.symmetric import NumberedStore
+from ringattn.transport import gloo
 from ringattn.transport import group as transports
 from ringattn.transport.gloo import group_of
 from ringattn.transport.group import GroupTransport, Transport
@@ -302,6 +306,75 @@ def test_a_gloo_group_of_a_group_whose_ranks_are_in_different_numbers_of_groups(
     assert pools(world_size).run(words_in_a_group_of_two) == [[[0, 7], [1, 7]], [[0, 7], [1, 7]], None]
 
 
+def last_two() -> dict[str, Any] | None:
+    """Return what ranks 1 and 2 of three know of a gloo group of theirs."""
+    pair = dist.new_group([1, 2], timeout=datetime.timedelta(days=2))
+    if dist.get_rank() == 0:
+        return None
+    made = group_of(pair, 30.0)
+    words = torch.tensor([dist.get_rank()])
+    rows = [torch.empty_like(words) for _ in range(2)]
+    made.allgather([rows], [words]).wait()
+    limits = (gloo.timeout_of(pair, torch.device("cpu")), made.options._timeout.total_seconds())
+    known = [gloo.exists(pair), gloo.exists(None)]
+    dist.destroy_process_group(pair)
+    return dict(rows=[int(row) for row in rows], limits=limits, exists=[*known, gloo.exists(pair)])
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_a_gloo_group_has_ranks_and_a_time_limit_of_its_own(pools: Callable[[int], Pool], world_size: int) -> None:
+    """Each exchange waits as long as its plan says, so the group itself waits for a day."""
+    want = dict(rows=[1, 2], limits=(172800.0, 86400.0), exists=[True, False, False])
+    assert pools(world_size).run(last_two) == [None, want, want]
+
+
+def closed_by_each() -> list[str]:
+    """Return what the others are told in three groups, each closed by another rank, with messages on their way."""
+    rank, said, x = dist.get_rank(), [], torch.ones(1)
+    for closer in range(3):
+        made = group_of(dist.new_group([0, 1, 2]), 30.0)
+        on_their_way = [made.send([x], closer, 0)] if rank != closer else []
+        dist.barrier()
+        if rank == closer:
+            gloo.close(made)
+        else:
+            try:
+                made.recv([torch.empty(1)], closer, 1).wait(datetime.timedelta(seconds=30))
+            except RuntimeError as error:
+                said.append(str(error))
+        dist.barrier()
+        del on_their_way
+    return said
+
+
+@pytest.mark.parametrize("world_size", on_ranks(3))
+def test_any_rank_that_closes_a_gloo_group_ends_the_waits_of_all_others(
+    pools: Callable[[int], Pool], world_size: int
+) -> None:
+    for said in pools(world_size).run(closed_by_each):
+        assert len(said) == 2
+        assert [text for text in said if "imed out" in text] == [], "they waited until their time limit"
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_gloo_group_is_closed_towards_every_peer(rank: int) -> None:
+    """Whatever is wrong with one of them."""
+    asked = []
+
+    def recv(tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        asked.append((peer, tag))
+        raise RuntimeError("closed")
+
+    gloo.close(SimpleNamespace(size=lambda: 3, rank=lambda: rank, recv=recv))
+    assert [peer for peer, _ in asked] == [peer for peer in range(3) if peer != rank]
+    assert {tag for _, tag in asked} == {gloo._NEVER_SENT}
+
+
+def test_a_group_without_a_limit_waits_ten_minutes() -> None:
+    group: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    assert gloo.timeout_of(group, torch.device("cpu")) == 600.0
+
+
 def exchanges_of_symmetric_memory() -> dict[str, list[list[str]]]:
     """Exchange like torch's CUDASymmetricMemory (StoreExchange::all_gather): a key is ``prefix/number/rank``, with
     numbers counted per process over all groups; each rank sets its key, then waits for the others' and gets them."""
@@ -346,4 +419,6 @@ def test_ranks_that_forgot_to_initialize_torch(monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(UserWarning, match=r"WORLD_SIZE is 4, but .* call torch\.distributed\.init_process_group\(\)"):
         assert ringattn.plan(16).world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "1")
-    ringattn.plan(16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ringattn.plan(16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -145,6 +146,37 @@ def test_a_process_that_cannot_be_seen_is_not_called_dead(boards: list[Board]) -
     """It runs in another container, where numbers of processes mean others."""
     watchdog._HEAD.pack_into(boards[1].memory, boards[1]._row(1), os.getpid(), 1, 1, LIMIT, 0)
     assert boards[0].peers() == [2]
+
+
+def test_the_file_of_a_board_is_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        board = Board.create(str(tmp_path / "board"), 0, 2)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(tmp_path / "board").st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        Board.create(str(tmp_path / "board"), 0, 2)
+    assert board.entered() == []
+
+
+def test_a_forked_process_does_not_leave_for_its_parent(boards: list[Board]) -> None:
+    boards[1].owner += 1  # as seen by a child
+    boards[1].leave()
+    assert boards[0].status(1) == watchdog.RUNNING
+    boards[1].owner -= 1
+    boards[1].leave()
+    assert boards[0].status(1) == LEFT
+
+
+def test_a_rank_that_has_left_and_ended_is_the_cause_if_nothing_else_is(
+    monkeypatch: pytest.MonkeyPatch, boards: list[Board]
+) -> None:
+    state_is(monkeypatch, boards, 2, "is dead")
+    boards[2].leave()
+    assert boards[0].cause([1, 2]) == (2, "rank 2 (process 7002) has exited")
+    boards[1].fail("MemoryError: no room")
+    assert boards[0].cause([1, 2])[0] == 1
 
 
 def test_a_rank_that_has_left_has_sent_its_messages(monkeypatch: pytest.MonkeyPatch, boards: list[Board]) -> None:
