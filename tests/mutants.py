@@ -21,6 +21,7 @@ import functools
 import json
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def _copy(into: Path) -> None:
 def try_tests(tests: str, tree: Path, seconds: float = SECONDS, long: bool = False) -> tuple[str, str]:
     """Run tests in a tree. Return ("passed", "failed", "hung" or an error, the first test that failed)."""
     options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-o", "addopts=", *["--long"] * long]
-    command = [sys.executable, "-m", "pytest", *options, *tests.split()]
+    command = [sys.executable, "-m", "pytest", *options, *shlex.split(tests)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from measured_lines import by_kind
 from pool import on_ranks
+from suite import few
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
@@ -170,7 +171,7 @@ def run_with_torch_cp(arguments: list[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("rotate", few(["allgather", "alltoall"]))
 def test_torch_cp_trains_as_ringattn_and_attends_once(pools, world_size: int, rotate: str, tmp_path: Path) -> None:
     how = ["--how", "ringattn", "torch-cp", "--peer-kernel=cudnn", f"--rotate={rotate}", "--dtype=float32"]
     for status, calls in pools(world_size).run(run_with_torch_cp, [*TINY, *how, f"--out={tmp_path}"]):

@@ -19,10 +19,12 @@ import ringattn
 from ringattn import virtual
 from ringattn.dataflow import messages
 from ringattn.dataflow.gather import transfer_of
+from ringattn.dataflow.routes import collected_routes, direct_routes
 from ringattn.dataflow.transfer import Hierarchical
 from ringattn.layouts.relay import Relay, node_of, relay
 from ringattn.layouts.schedule import Fetch, head_groups
 from ringattn.peer import connect, symmetric
+from ringattn.peer.push import GradientBuffers
 from ringattn.plan_arguments import nodes_of
 from ringattn.shape import Shape
 from ringattn.transport import group as transports
@@ -342,6 +344,27 @@ def test_every_token_that_a_node_sees_crosses_once(drawn: Any) -> None:
         assert sorted(crossing) == sorted(seen)
     for runs, flat in zip(result.fetches, fetches, strict=True):
         assert [(run.first, run.length) for run in runs] == [(run.first, run.length) for run in flat]
+
+
+@given(gathers())
+@examples(60)
+def test_carriers_add_what_ranks_return_in_the_order_of_ranks(drawn: Any) -> None:
+    """Sums of floating-point numbers depend on their order."""
+    fetches, lengths, nodes = drawn
+    result = relay(fetches, lengths, nodes)
+    for stage, rank in itertools.product((fetches, result.carried, result.fetches), range(len(lengths))):
+        for routes in (direct_routes(rank, stage), collected_routes(rank, stage)):
+            returned = routes.give_back(torch.empty(routes.rows, 1))
+            assert [rows for rows, _ in returned.pieces] == [rows for _, rows in routes.out]
+            assert [visitor for visitor, _ in routes.out] == sorted(visitor for visitor, _ in routes.out)
+
+
+def test_copy_engines_add_what_ranks_return_in_the_order_of_ranks() -> None:
+    buffers = object.__new__(GradientBuffers)
+    buffers.rank, buffers.width, buffers.keys, buffers.row_bytes, buffers.contribution_bytes = 1, 3, 20, 12, 600
+    everything = [[Fetch(1, 0, 10, 5)]] * 4  # of every rank, the ten tokens of rank 1
+    table = buffers._table(SimpleNamespace(device=torch.device("cpu")), everything, 10)  # type: ignore[arg-type]
+    assert table.pieces[:, :2].tolist() == [[0, 0], [1, 5 * 12], [0, 600], [0, 1200]]
 
 
 def test_every_rank_sends_and_receives_through_its_own_card() -> None:

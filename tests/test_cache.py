@@ -245,13 +245,31 @@ def test_a_window_needs_room_for_itself_only() -> None:
         slots.cut(0, 3000)
 
 
-def test_a_fork_of_a_sequence_with_reserved_room_shares_no_page_that_is_filled() -> None:
+@pytest.mark.parametrize("reserved", [1, 6, 20])
+def test_a_fork_of_a_sequence_with_reserved_room_shares_no_page_that_is_filled(reserved: int) -> None:
     slots = Slots(1, 16, [Kind(-1, 8)])
     slots.add()
     slots.step([0], 10)
-    slots.reserve([0], 20, 1)
+    slots.reserve([0], reserved, 1)
     number, copies = slots.fork(0)
     assert copies == [Copy(0, 0, 0, slots[number].pages[0][0][0])]
+    assert len(slots[number].pages[0][0]) == 1, "nor a page that is empty"
+    slots.verify()
+
+
+def test_pages_that_a_window_has_passed_are_not_free_while_a_fork_has_them() -> None:
+    slots = Slots(1, 16, [Kind(16, 6)])
+    slots.add()
+    slots.extend(0, [(range(96),)])
+    assert slots.pools[0][0].free == 1, "the first 16 tokens have no page"
+    slots.fork(0)
+    slots.step([0], 16)
+    before = slots.state()
+    with pytest.raises(ringattn.CacheFull, match=r"needs 1 pages .* 0 are free \(.*sequence 0: 6, sequence 1: 5"):
+        slots.step([0], 1)
+    assert slots.state() == before
+    slots.free(1)
+    slots.step([0], 1)
     slots.verify()
 
 
@@ -564,6 +582,18 @@ def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int, devi
         whole.step(rows, 2)
 
     virtual.run(world_size, body, device)
+
+
+def test_a_step_longer_than_its_window_begins_at_what_a_rank_holds() -> None:
+    """On ranks that take none of the new tokens, too."""
+
+    def body(rank: virtual.VirtualRank) -> None:
+        cache = made(rank, windows=(None, 3))
+        state = cache.step([cache.add(), None, cache.add()], 12).state
+        assert (state.start <= state.end).all()
+        assert (state.end.amax(dim=(0, 2)) == 12 * (state.turn == rank.rank) * (state.home >= 0)).all()
+
+    virtual.run(2, body)
 
 
 def test_replays_between_two_syncs_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import re
 import subprocess
@@ -38,6 +39,21 @@ def test_every_fault_names_tests_that_there_are() -> None:
 def test_names_are_unique_and_there_are_many() -> None:
     assert len({mutant.name for mutant in FAULTS}) == len(FAULTS) >= 90
     assert {mutant.suite for mutant in FAULTS} <= {"default", "long", "gpu"}
+
+
+TEN = (  # files with at least ten faults that the default tests detect
+    "ringattn/transport/group.py", "ringattn/transport/gloo.py", "ringattn/transport/lockstep.py",
+    "ringattn/transport/health.py", "ringattn/generation/slots.py", "ringattn/training/packing.py",
+)  # fmt: skip
+
+
+def test_what_the_page_says_of_the_table() -> None:
+    page = (mutants.ROOT / "docs/why/reliability.md").read_text().partition("## Planted faults")[2]
+    counts = collections.Counter(str(mutant.place()) for mutant in FAULTS if mutant.suite == "default")
+    assert {name: counts[name] for name in TEN if counts[name] < 10} == {}
+    assert [name for name in TEN if f"`{Path(name).name}`" not in page] == []
+    (hundreds,) = re.findall(r"more than (\d+) of them", page)
+    assert int(hundreds) <= len(FAULTS) < int(hundreds) + 100
 
 
 def test_a_text_that_is_not_once_in_one_file_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import on_ranks
+from suite import few
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -556,14 +557,17 @@ def _compiled(kind: str, checkpointed: str, how: str) -> None:
 @pytest.mark.parametrize("world_size", on_ranks(2))
 @pytest.mark.parametrize(
     ("kind", "checkpointed", "how"),
-    [
-        ("sdpa", "", "whole"),
-        ("sdpa", "not reentrant", "whole"),
-        ("sdpa", "not reentrant", "layers"),
-        ("full", "", "before"),
-        ("sdpa", "", "layers"),
-        ("full", "not reentrant", "whole"),
-    ],
+    few(
+        [
+            ("sdpa", "not reentrant", "whole"),
+            ("sdpa", "", "layers"),
+            ("full", "", "before"),
+            ("sdpa", "", "whole"),
+            ("sdpa", "not reentrant", "layers"),
+            ("full", "not reentrant", "whole"),
+        ],
+        3,
+    ),
 )
 def test_compiled_without_graph_break(kind: str, checkpointed: str, how: str, world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
     pools(world_size).run(_compiled, kind, checkpointed, how)
