@@ -320,6 +320,7 @@ def test_the_digest_is_of_all_calls() -> None:
     a, b = Calls(), Calls()
     marks = [(a.begin(x, False), b.begin(y, False)) for x, y in (("f", "f"), ("g", "h"), ("f", "f"))]
     assert [one.digest == other.digest for one, other in marks] == [True, False, False]
+    assert [one.number for one, _ in marks] == [1, 2, 3]
     a.begin("f", False)
     for calls in (a, b):
         calls.restart()
@@ -328,7 +329,7 @@ def test_the_digest_is_of_all_calls() -> None:
 
 
 def test_texts_of_different_calls() -> None:
-    text = str(lockstep.difference((0, 7, "attention() forward, a=1, b=2"), (3, 7, "attention() forward, a=1, b=3")))
-    assert "call 7 of rank 0 is attention() forward, b=2, call 7 of rank 3 attention() forward, b=3. " in text
+    text = str(lockstep.difference((0, 7, "attention() forward, a=1, b=2"), (3, 9, "attention() forward, a=1, b=3")))
+    assert "call 7 of rank 0 is attention() forward, b=2, call 9 of rank 3 attention() forward, b=3. " in text
     text = str(lockstep.difference((0, 7, "f, a=1"), (3, 7, "f, a=1")))
     assert "rank 0 and rank 3 have made different calls before call 7 of rank 0, f, a=1" in text

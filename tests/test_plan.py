@@ -61,7 +61,7 @@ DIFFERENCES = {
     "documents of another batch": (dict(documents=ROWS), dict(documents=ROWS[:1])),
     "layout": (dict(layout="zigzag"), dict(layout="striped")),
     "dataflow": (dict(dataflow="ring"), dict(dataflow="reduce")),
-    "deterministic": (dict(deterministic=False), dict(deterministic=True)),
+    "deterministic": tuple(dict(dataflow="ring", deterministic=x) for x in (False, True)),
     "local_size": (dict(local_size=2), dict(local_size=4)),
     "timeout": (dict(timeout=20.5), dict(timeout=21)),
     "buffer_bytes": (dict(buffer_bytes=1 << 20), dict(buffer_bytes=1 << 21)),

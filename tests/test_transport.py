@@ -280,6 +280,18 @@ def test_tensors_that_a_group_cannot_send(backends: dict[str, str], x: torch.Ten
     assert [w for w in words if w not in str(caught.value)] == []
 
 
+@pytest.mark.parametrize(("here", "other", "ended"), [([1, 2], None, False), ([1], None, True), ([1, 2], 2, True)])
+def test_a_refused_call_ends_the_use_of_a_group_with_ranks_that_may_be_in_it(
+    here: list[int], other: int | None, ended: bool
+) -> None:
+    """Those of this host see on the board that it was refused, unless they are in another call already."""
+    transport = GroupTransport.__new__(GroupTransport)
+    Transport.__init__(transport, 0, 3, torch.device("cpu"))
+    transport.health, transport._closed = SimpleNamespace(begin=lambda *call: other, here=here), True  # type: ignore[assignment]
+    transport.refuse("attention() forward", ValueError("wrong"))
+    assert transport.given_up == ("ValueError: wrong" if ended else "")
+
+
 def test_serials_tell_transports_apart() -> None:
     made = [Transport(0, 1, torch.device("cpu")) for _ in range(3)]
     assert all(a.serial != b.serial for a, b in itertools.combinations(made, 2))
