@@ -208,6 +208,9 @@ def test_turns() -> None:
         (row,), _ = slots.step([number], 4)
         turns.append(row.turn)
     assert turns == [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4 + [1] * 4 + [2] * 2
+    forked, _ = slots.fork(number)
+    assert slots.row(forked)[1:] == slots.row(number)[1:], "in the middle of a turn"
+    assert slots.row(forked).turn_tokens == 8
     slots.extend(number, [(), (), (range(120, 220),)])
     assert [slots.step([number], 4)[0][0].turn for _ in range(6)] == [2, 2, 0, 0, 0, 0]
 

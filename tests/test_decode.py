@@ -271,7 +271,12 @@ def placed(arguments: dict[str, Any], model: Model) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("way", "what"), [(way, what) for n, way in enumerate(WAYS) for what in few([*WRONG], len(WRONG) if n == 0 else 6)]
+    ("way", "what"),
+    [  # by default all of them one way, and some the other ways
+        pytest.param(way.values[0], what, id=f"{way.id}-{what}", marks=way.marks)
+        for n, way in enumerate(WAYS)
+        for what in few([*WRONG], len(WRONG) if n == 0 else 6)
+    ],
 )
 def test_errors_come_before_anything_is_written_or_sent(what: str, way: Way) -> None:
     if what == "later token" and way.device != "cpu":

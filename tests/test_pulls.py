@@ -513,7 +513,7 @@ def test_no_wait_is_superfluous(monkeypatch: pytest.MonkeyPatch, wait: str) -> N
 @pytest.mark.parametrize("connections", [1, 2, 3])
 def test_one_group_needs_one_connection(monkeypatch: pytest.MonkeyPatch, name: str, connections: int) -> None:
     """With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets, streams delay each other, but never deadlock."""
-    for seed in range(4):
+    for seed in few(range(4), 2):
         play(monkeypatch, CASES[name], seed, connections=connections)
 
 
