@@ -6,9 +6,22 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The public modules, in the order of the page
-_SUBMODULES = ("mask", "batch", "loss", "host_memory", "flash", "hf", "errors")
-MODULES = ("ringattn", *(f"ringattn.{name}" for name in _SUBMODULES))
+# The page in the order in which names are used: public modules, and names of ringattn below a heading
+_ORDER: tuple[str | tuple[str, ...], ...] = (
+    ("Plan and attention", "plan", "Plan", "attention"),
+    ("Models that call other functions", "wrap", "use"),
+    "ringattn.loss",
+    ("Check", "check", "NotExact"),
+    ("Generation", "KVCache", "Step", "decode", "CacheFull"),
+    "ringattn.mask",
+    "ringattn.batch",
+    ("Rows of packed documents", "pack", "pack_stream"),
+    "ringattn.hf",
+    "ringattn.flash",
+    "ringattn.host_memory",
+    "ringattn.errors",
+)
+MODULES = ("ringattn", *(section for section in _ORDER if isinstance(section, str)))
 
 
 def public_names(module: str) -> list[str]:
@@ -27,11 +40,14 @@ def public_names(module: str) -> list[str]:
 
 
 def reference() -> str:
-    """Return the page with every public name, for mkdocstrings."""
-    parts = ["# API", "Shapes are (batch, tokens, heads, head_dim) unless a page says otherwise."]
-    for module in MODULES:
-        parts.append(f"## {module}")
-        if module != "ringattn":
-            parts.append(f"::: {module}\n    options: {{members: false, show_root_heading: false}}")
-        parts += [f"::: {module}.{name}" for name in public_names(module)]
+    """Return the page with every public name, for mkdocstrings: those of ``ringattn`` without a place come last."""
+    parts = ["# API", "In the order of use. Shapes are (batch, tokens, heads, head_dim) unless a page says otherwise."]
+    placed = {name for section in _ORDER if isinstance(section, tuple) for name in section[1:]}
+    rest = [name for name in public_names("ringattn") if name not in placed]
+    for section in (*_ORDER, ("More", *rest)):
+        if isinstance(section, str):
+            about = f"::: {section}\n    options: {{members: false, show_root_heading: false}}"
+            parts += [f"## {section}", about, *(f"::: {section}.{name}" for name in public_names(section))]
+        else:
+            parts += [f"## {section[0]}", *(f"::: ringattn.{name}" for name in section[1:])]
     return "\n\n".join(parts) + "\n"

@@ -146,6 +146,15 @@ def test_commands_are_found() -> None:
     assert {"scripts.show", "benchmarks.bench_scaling", "scripts/demo", "scripts/test"} <= commands(README)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_not_cut_on_a_screen_of_1366_pixels(page: Path) -> None:
+    """1366 pixels, less 15 of a scroll bar, 242 of the left column, and 70 of margins and padding (docs/site.css)."""
+    character = 0.64 * 20 * 0.602  # rem of a line of code, pixels of a rem, width over height of its letters
+    blocks = re.findall(r"^(?:```|~~~).*?^(?:```|~~~)", page.read_text(), re.S | re.M)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if len(line) * character > 1366 - 15 - 242 - 70] == []
+
+
 # --- The map of the folders ----------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -41,6 +42,29 @@ def test_every_file_of_public_names_is_in_the_reference() -> None:
     assert {f"ringattn.{path.stem}" for path in files} <= set(site_reference.MODULES)
 
 
+def test_the_reference_has_each_name_once_in_the_order_of_use() -> None:
+    shown = re.findall(r"^::: (\S+)$", site_reference.reference(), re.M)
+    modules = [name for name in site_reference.MODULES if name != "ringattn"]
+    names = [f"{module}.{name}" for module in site_reference.MODULES for name in site_reference.public_names(module)]
+    assert sorted(shown) == sorted([*modules, *names])
+    first = ["plan", "Plan", "attention", "wrap", "loss", "check", "KVCache"]
+    assert [name for name in shown if name.removeprefix("ringattn.") in first] == [f"ringattn.{name}" for name in first]
+
+
+def test_a_module_is_a_page_with_all_of_its_lines() -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is missing: scripts/site has an environment of its own")
+    from docs import site_pages
+
+    for path in (path for path in site_pages.ELSEWHERE.values() if path.endswith(".py")):
+        source = (ROOT / path).read_text()
+        page = site_pages.listing(path, source)
+        headings = re.findall(r"^## (.*)$", re.sub(r"^~~~.*?^~~~$", "", page, flags=re.S | re.M), re.M)
+        assert headings == [h.rstrip(" -") for h in re.findall(r"^# --- (.*)$", source, re.M)]
+        code = "".join(re.findall(r"^~~~python\n(.*?)^~~~$", page, re.S | re.M)).splitlines()
+        body = re.sub(r"^# --- .*\n", "", source.partition('\n"""\n')[2], flags=re.M).splitlines()
+        assert [line for line in code if line] == [line for line in body if line]
+
+
 def test_links_lead_to_pages_or_to_the_repository() -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is missing: scripts/site has an environment of its own")
     from docs import site_pages
@@ -76,6 +100,11 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     names = {f"{module}.{name}" for module in site_reference.MODULES for name in site_reference.public_names(module)}
     assert len(names) > 50
     assert names <= objects
+    found = json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in found}
+    later = {page for page, boost in boosts.items() if boost < 1}
+    assert {"lab/training.html", "numbers.html", "code/ring.html", "changelog.html"} <= later
+    assert not {"index.html", "start/pytorch.html", "reference/api.html", "how-to/generate.html"} & later
 
 
 def test_the_version_is_in_one_place_and_repeated_rightly() -> None:
