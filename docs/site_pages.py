@@ -28,7 +28,7 @@ ELSEWHERE = {
     "code/ring.md": "ringattn/dataflow/ring.py",
 }
 # Pages that a search finds after the others: they repeat words of the manual in every paragraph
-_LATER = ("lab/", "why/scaling/", "code/", "numbers.md", "changelog.md")
+_LATER = ("lab/", "why/scaling/", "code/", "numbers.md", "map.md", "changelog.md")
 # A link, or code, in which there are none
 _LINK_OR_CODE = re.compile(
     r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<path>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)"
@@ -66,7 +66,7 @@ def _fenced(code: str) -> str:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Rewrite the links of a page, except in code, and say how its finds are ranked in a search."""
     if page.file.src_uri.startswith(_LATER):
-        page.meta["search"] = {"boost": 0.1}
+        page.meta["search"] = {"boost": 1e-5}  # a word in a title counts as 1,000 in the text
     here = ELSEWHERE.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return _LINK_OR_CODE.sub(lambda match: _link(match, here, page.file.src_uri, config, files), markdown)
 
