@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import itertools
 import re
 import sys
@@ -33,7 +34,7 @@ TESTS = {
     "check": ["test_check_page"],
     "clusters": ["test_a_mesh_of_hosts"],
     "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
-    "fsdp2": ["test_fsdp2"],
+    "fsdp2": [*["test_a_model_of_ones_own_with_fsdp2"] * 3, "test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
@@ -374,10 +375,44 @@ def gemma(attn: str) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn).double()
 
 
-def _fsdp2() -> list[Tensor]:
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
+def _model_with_fsdp2() -> tuple[list[Tensor], list[float]]:
+    """The page's file with nothing defined before it: the trained parameters, and what it prints of each loss."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        names: dict[str, Any] = {}
+        for block in range(3):
+            exec(compile(code_of("fsdp2", block), "fsdp2.md", "exec"), names)
+    return parameters(names["model"]), [float(loss) for loss in re.findall(r"loss ([\d.]+),", printed.getvalue())]
 
-    return parameters(run("fsdp2", model=gemma("ringattn"), loader=batches, device="cpu", shape=(2, 2))["model"])
+
+def test_a_model_of_ones_own_with_fsdp2(pools) -> None:  # type: ignore[no-untyped-def]
+    names: dict[str, Any] = {}
+    exec(compile(code_of("fsdp2", 0) + code_of("fsdp2", 1), "fsdp2.md", "exec"), names)
+    torch.manual_seed(0)
+    model, losses = names["Model"](), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    alone = ringattn.plan(1024, VirtualRank(0, 1), causal=True)
+    for step in range(10):
+        tokens = names["batch_of"](step, 0)["input_ids"]
+        logits = model(tokens, torch.arange(1024), alone)[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[0, 1:])
+        losses.append(loss.item())
+        loss.backward(), optimizer.step(), optimizer.zero_grad()
+    (got, printed), (other, nothing) = pools(2).run(_model_with_fsdp2)
+    assert printed == pytest.approx(losses, abs=2e-3)
+    assert losses[-1] < losses[0] / 2
+    assert nothing == []
+    for one in (got, other):
+        close(one, parameters(model), 2e-3)  # ten steps of AdamW in float32, which divides by the size of a gradient
+
+
+def _fsdp2() -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    names = dict(mesh=mesh, everyone=mesh["dp", "cp"]._flatten("dp_cp"), fully_shard=fully_shard, ringattn=ringattn)
+    return parameters(run("fsdp2", 3, model=gemma("ringattn"), loader=batches, **names)["model"])
 
 
 @pytest.mark.long
