@@ -25,6 +25,7 @@ from ringattn import reference, virtual
 from ringattn.virtual import VirtualRank
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = (DOCS.parent / "README.md").read_text()
 PAGES = {p.stem: p for kind in ("start", "how-to", "reference", "why") for p in (DOCS / kind).glob("*.md")}
 VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
@@ -39,7 +40,7 @@ TESTS = {
     "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "host_memory": ["test_host_memory"],
-    "longest": ["test_the_longest_rows"],
+    "longest": ["test_the_longest_rows", *["test_the_longest_rows_of_a_model_of_ones_own"] * 2],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
     "parallelism": ["test_tensor_parallelism", "test_pipeline"],
@@ -168,6 +169,41 @@ def test_a_plan_of_gpus_on_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first.startswith("rates: defaults of H200s with copy engines: ")
     assert last.startswith("proved for all 8 ranks: each of 1,048,576 queries")
+
+
+def test_what_the_check_page_prints() -> None:
+    """Both outputs, of the model of fsdp2.md with and without a shift: words as they are, losses to four digits."""
+    names: dict[str, Any] = {}
+    exec(compile(code_of("fsdp2", 0) + code_of("fsdp2", 1), "fsdp2.md", "exec"), names)
+
+    def step(model: nn.Module, local: dict[str, Tensor], plan: ringattn.Plan) -> Tensor:
+        logits = model(local["input_ids"], local["position_ids"], plan)
+        return ringattn.loss.cross_entropy(logits, local["shift_labels"], plan.transport, wrapper="sums")
+
+    class Shifted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.5 * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    class WithShift(names["Model"]):
+        def forward(self, tokens: Tensor, positions: Tensor, plan: ringattn.Plan) -> Tensor:
+            x = Shifted()(self.embed(tokens) + self.place(positions))
+            for block in self.blocks:
+                x = block(x, plan)
+            return self.head(x)
+
+    shown = re.findall(r"^    (?:not )?exact: .*\n(?:    .*\n)*", PAGES["check"].read_text(), re.M)
+    plan = ringattn.plan(1024, VirtualRank(0, 1), causal=True)
+    for kind, page in zip((names["Model"], WithShift), shown, strict=True):
+        torch.manual_seed(0)
+        try:
+            got = str(ringattn.check(kind(), names["batch_of"](0, 0), plan, step))
+        except ringattn.NotExact as error:
+            got = str(error)
+        words = [re.sub(r"(?:blocks\.\d\.)?\b\w+(?:\.\w+)*\.weight|[\d.]+(?:e-\d+)?", "#", text) for text in (got, page)]
+        assert words[0].split() == words[1].split()
+        losses = [[float(loss) for loss in re.findall(r"\d\.\d{5,}", text)] for text in (got, page)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+        assert page.split("\n")[0].strip() in README or kind is WithShift
 
 
 def test_planner_page() -> None:
@@ -731,6 +767,46 @@ def test_the_longest_rows() -> None:
         gradients.append([p.grad for p in one.parameters()])
     close(*gradients, 1e-6)  # the loss is float32
     assert names["host"].bytes > 0
+
+
+class LongBlock(nn.Module):
+    """A layer with the attention of the page, which ``Attention`` is."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.norm = attention, nn.LayerNorm(DIM)
+        self.mlp = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.GELU(), nn.Linear(3 * DIM, DIM))
+
+    def forward(self, x: Tensor, plan: ringattn.Plan) -> Tensor:
+        x = x + self.attention(self.norm(x), plan)[0]
+        return x + self.mlp(x)
+
+
+def test_the_longest_rows_of_a_model_of_ones_own() -> None:
+    """Two ranks with the switches of the page, against the same layers without them."""
+    names: dict[str, Any] = dict(nn=nn, ringattn=ringattn)
+    exec(code_of("longest", 1), names)
+    with double():
+        torch.manual_seed(0)
+        plain = nn.ModuleList(LongBlock(names["Attention"](DIM, 8, 4, 4)) for _ in range(5))
+    x = torch.randn(1, SEQ, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def body(rank: VirtualRank, switched: bool) -> tuple[Tensor, list[Tensor]]:
+        model, plan = nn.Module(), ringattn.plan(SEQ, rank, causal=True)
+        model.blocks = copy.deepcopy(plain)
+        if switched:
+            run("longest", 2, model=model)
+        hidden = plan.shard(x)
+        for block in model.blocks:
+            hidden = block(hidden, plan)
+        hidden.square().sum().backward()
+        return hidden.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+    wanted, got = (virtual.run(2, functools.partial(body, switched=s)) for s in (False, True))
+    for (out, gradients), (want, expected) in zip(got, wanted, strict=True):
+        close([out], [want], 1e-12)
+        assert len(gradients) == len(expected) == len(list(plain.parameters()))
+        close(gradients, expected, 1e-6)  # those of what runs in parts are summed in float32
 
 
 def test_trainer_of_another_library(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

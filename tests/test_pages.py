@@ -62,11 +62,14 @@ def test_the_code_of_readme_runs_when_it_is_pasted_into_python() -> None:
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     result = subprocess.run(
-        [sys.executable, "-i", "-q"], input=code + "print(whole.shape)\n", cwd=ROOT, env=environment,
+        [sys.executable, "-i", "-q"], input=code + "print(tuple(whole.shape))\n", cwd=ROOT, env=environment,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert "Error" not in result.stderr, result.stderr
-    assert "torch.Size([1, 2048, 8, 64])" in result.stdout
+    assert "(1, 2048, 8, 64)" in result.stdout
+    (difference,) = re.findall(r"rank 0: (\S+) from one process", result.stdout)
+    assert float(difference) < 2e-6
+    assert re.search(r"rank 0: \S+ from one process", README.replace(code, "")), "README says what it prints"
 
 
 ADDRESS = "https://example.org/ringattn"
@@ -150,7 +153,7 @@ def test_commands_are_found() -> None:
 def test_code_is_not_cut_on_a_screen_of_1366_pixels(page: Path) -> None:
     """1366 pixels, less 15 of a scroll bar, 242 of the left column, and 70 of margins and padding (docs/site.css)."""
     character = 0.64 * 20 * 0.602  # rem of a line of code, pixels of a rem, width over height of its letters
-    blocks = re.findall(r"^(?:```|~~~).*?^(?:```|~~~)", page.read_text(), re.S | re.M)
+    blocks = re.findall(r"^(?:```|~~~).*?^(?:```|~~~)|^ {4}[^\n]*$", page.read_text(), re.S | re.M)
     lines = [line for block in blocks for line in block.splitlines()]
     assert [line for line in lines if len(line) * character > 1366 - 15 - 242 - 70] == []
 
