@@ -82,6 +82,32 @@ def test_bold_numbers_of_the_worked_examples(heading, s, v, chunk):
         np.testing.assert_allclose(row, expected, rtol=0, atol=5e-5)
 
 
+def test_numbers_of_traffic_and_of_the_ring():
+    rate, n, d = 650e12, 8192, 128
+    times = 8 * n**2 / 4.56e12, 8 * n * d / 4.56e12, 4 * n**2 * d / rate
+    assert re.findall(r"([\d.]+) µs", PAGE) == [f"{1e6 * t:.{digits}f}" for t, digits in zip(times, (0, 1, 0), strict=True)]
+    for name, per_second in (("NVLink, 300 GB/s", 300e9), ("network, 45 GB/s", 45e9)):
+        tokens = [rate / per_second * share for share in (1, 8 / 32, 2 * 8 / 32)]
+        (row,) = re.findall(rf"^\| {name} \|(.*)\|$", PAGE, re.M)
+        assert re.findall(r"[\d,]+", row) == [f"{x:,.0f}" for x in tokens]
+
+
+def test_answers_of_the_exercises():
+    answers = PAGE.split("<summary>Answers</summary>")[1].split("</details>")[0]
+    *_, last = S.softmax_dot_steps(np.array([1, 3, 2, 5, 4, 6, 2, 1, 8.0]), np.ones(9), 1)
+    assert f"exp(6 − 8) = {last.correction:.4f}" in answers
+    assert f"+ 1 = {last.l:.4f}" in answers
+    scores, values = np.full(3, -1e30), np.array([1.0, 2, 6])
+    hidden = S.State(np.array([-1e30]), np.exp(scores - -1e30).sum(keepdims=True), values.sum().reshape(1, 1))
+    assert hidden.finalize()[0].item() == values.mean()
+    seen = S.State.empty(1, 1).absorb(np.array([[0.3]]), np.array([[7.0]]))
+    assert (hidden + seen).finalize()[0].item() == 7
+    sink = S.State(np.array([1.5]), np.ones(1), np.zeros((1, 1)))
+    assert (seen + sink).finalize()[0].item() == pytest.approx(7 * 1 / (1 + np.exp(1.5 - 0.3)))
+    tokens = 600e12 / 45e9 * 8 / 64
+    assert f"= {tokens:,.0f}, twice that with a causal mask: {2 * tokens:,.0f}" in answers
+
+
 def test_memory_table_agrees_with_a_measurement():
     """Two rows measured again; the others and the ratio follow from 12 bytes per entry of the matrix."""
     explain = pytest.importorskip("docs.start.idea.explain")
