@@ -18,10 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plot_style import COLOUR, LIMIT, OTHER_COLOURS, OURS, label_ends, shown
 from ringattn.tools.terminal import Parser
 
 UNITS = {"": 1, "k": 1024, "M": 1024**2}
 SHOWN = ("read", "ringattn", "FA3", "FlashInfer", "torch SDPA")  # first words of kernels; the best of each is drawn
+
+MODEL = "32/8 heads of 128, bfloat16"  # of all problems that are drawn
 
 RAGGED = 1 << 30  # in place of a number of sequences: the last panel
 
@@ -51,30 +54,43 @@ def draw(batches: Curves, device: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 4.2), squeeze=False, sharey=True)
-    for axis, (batch, kernels) in zip(axes[0], sorted(batches.items()), strict=True):
-        shown = [name for name in SHOWN if name in kernels]
-        if batch == RAGGED:
-            axis.bar(shown, [kernels[name][0] for name in shown], color="0.6")
-            axis.set_title("64 sequences of 1k to 128k")
-            axis.tick_params(axis="x", rotation=20)
-            continue
-        for name in shown:
+    colours = {OURS: COLOUR, "read": LIMIT}
+    colours |= dict(zip((name for name in SHOWN if name not in colours), OTHER_COLOURS, strict=False))
+    lines, bars = {b: k for b, k in batches.items() if b != RAGGED}, batches.get(RAGGED, {})
+    panels = len(lines) + bool(bars)
+    figure, grid = plt.subplots(-(-panels // 2), min(panels, 2), figsize=(13, 4.2 * -(-panels // 2)), squeeze=False)
+    figure.subplots_adjust(left=0.06, right=0.88, top=0.9, wspace=0.42, hspace=0.32)
+    axes = list(grid.flat)
+    for axis in axes[panels:]:
+        axis.remove()
+    for axis in axes[:panels]:
+        axis.set_ylim(
+            0, 1.08 * max(rate for k in batches.values() for points in k.values() for rate in points.values())
+        )
+        axis.set_ylabel("GB/s of keys and values")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    for axis, (batch, kernels) in zip(axes, sorted(lines.items()), strict=False):
+        labels = []
+        for name in (name for name in SHOWN if name in kernels):
             lengths = sorted(kernels[name])
-            style = dict(color="black", linestyle=":") if name == "read" else dict(marker="o")
-            axis.plot(lengths, [kernels[name][n] for n in lengths], label=name, **style)
+            style = dict(linestyle=":") if name == "read" else dict(marker="o")
+            axis.plot(lengths, [kernels[name][n] for n in lengths], color=colours[name], **style)
+            labels.append((shown(name), kernels[name][lengths[-1]], colours[name]))
         axis.set_xscale("log", base=2)
         ticks = sorted({n for points in kernels.values() for n in points})
         axis.set_xticks(ticks, [f"{n // UNITS['M']}M" if n >= UNITS["M"] else f"{n // UNITS['k']}k" for n in ticks])
         axis.set_xlabel("tokens of a sequence")
         axis.set_title(f"{batch} sequence{'s' * (batch > 1)}")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("GB/s of keys and values")
-    axes[0][0].set_ylim(bottom=0)
-    axes[0][0].legend()
-    figure.suptitle(f"one new token, one layer, {device}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+        label_ends(axis, labels)
+    if bars:
+        names = [name for name in SHOWN if name in bars]
+        axis = axes[panels - 1]
+        axis.barh([shown(name) for name in names], [bars[n][0] for n in names], color=[colours[n] for n in names])
+        axis.set(ylim=(len(names) - 0.5, -0.5), xlabel="GB/s of keys and values", ylabel="")
+        axis.set_title("64 sequences of 1k to 128k")
+    figure.suptitle(f"One new token, one layer, {MODEL}, {device}", fontsize=11)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks import scaling_lines
+from benchmarks.plot_style import COLOUR, LIMIT, OTHER_COLOURS, OURS, label_ends, shown
 from benchmarks.scaling_lines import GIB, Line, contestants, group_by, is_ours
 
-COLOURS = {"ring": "tab:blue", "gather": "tab:orange", "flat": "gold", "reduce": "tab:green"}
-COLOURS |= {"local": "black", "alone": "dimgray"}
-OTHER_COLOURS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:gray")
+MARKERS = {"gather": "o", "ring": "s", "flat": "D", "reduce": "^"}
 
 
 @dataclass
@@ -28,7 +28,9 @@ class Problem:
 
     @property
     def title(self) -> str:
-        return f"{self.mask}, {self.heads[0]}/{self.heads[1]} heads"
+        of = {(row["head_dim"], row["about"].get("settings", {}).get("dtype", "bfloat16")) for row in self.rows}
+        sizes = ", ".join(f"{head_dim}, {dtype}" for head_dim, dtype in sorted(of))
+        return f"{self.mask}, {self.heads[0]}/{self.heads[1]} heads of {sizes}"
 
     @property
     def ranks(self) -> int:
@@ -48,31 +50,49 @@ class Plots:
 
     def __init__(self, folder: Path, machines: Iterable[str], names: Iterable[str]) -> None:
         self.folder, self.machines = folder, ", ".join(dict.fromkeys(machines))
-        others = [name for name in names if name not in COLOURS]
-        self.colours = COLOURS | {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
+        names = list(names)
+        self.ours = [name for name in names if is_ours(name)]
+        others = [n for n in names if not is_ours(n) and not scaling_lines.is_local(n) and n != "alone"]
+        self.others = {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
         self.paths: list[Path] = []
 
-    def panels(self, titles: Iterable[str]) -> tuple[Any, list[Any]]:
+    def panels(self, titles: Iterable[str], beside: float = 2.0) -> tuple[Any, list[Any]]:
+        """Return a figure with a panel for each title, and room for labels ``beside`` each, in inches."""
         titles = list(titles)
-        figure, axes = plt.subplots(1, len(titles), figsize=(6 * len(titles), 4.6), squeeze=False)
+        figure, axes = plt.subplots(1, len(titles), figsize=((4.6 + beside) * len(titles), 4.2), squeeze=False)
+        figure.subplots_adjust(
+            left=0.05, right=1 - beside / figure.get_figwidth(), top=0.83, wspace=(beside + 0.7) / 4.0
+        )
         for axis, title in zip(axes[0], titles, strict=True):
             axis.grid(alpha=0.3)
             axis.set_title(title)
+            axis.spines[["top", "right"]].set_visible(False)
         return figure, list(axes[0])
 
     def save(self, figure: Any, title: str, name: str) -> None:
-        figure.suptitle(f"{title}\n{self.machines}", fontsize=10)
-        figure.tight_layout()
+        figure.suptitle(f"{title}\n{self.machines}", fontsize=11)
         path = self.folder / f"{name}.png"
-        figure.savefig(path, dpi=130)
+        figure.savefig(path, dpi=130, bbox_inches="tight")
         plt.close(figure)
         self.paths.append(path)
 
-    def line(self, axis: Any, points: dict[float, float], name: str, **style: Any) -> None:
-        xs = sorted(points)
-        dashes = "-" if is_ours(name) or name in COLOURS else "--"
-        style = dict(marker="o", color=self.colours.get(name), label=name, linestyle=dashes) | style
+    def colour(self, name: str) -> str:
+        return COLOUR if is_ours(name) else self.others.get(name, LIMIT)
+
+    def name(self, entry: str) -> str:
+        """Return ``ringattn``, with its dataflow where several were measured, or the name of another contestant."""
+        if is_ours(entry):
+            return OURS if len(self.ours) == 1 else f"{OURS}, {entry}"
+        return shown(entry)
+
+    def line(self, axis: Any, points: dict[float, float], entry: str, **style: Any) -> tuple[str, float, str]:
+        """Draw a line, and return its label as :func:`label_ends` takes it."""
+        xs, limit = sorted(points), entry not in self.others and not is_ours(entry)
+        style = dict(linestyle=":" if limit else "-") | style
+        marker = "" if limit else MARKERS.get(entry.split(" ")[0], "o")
+        style = dict(marker=marker, color=self.colour(entry), zorder=3 if is_ours(entry) else 2) | style
         axis.plot(xs, [points[x] for x in xs], **style)
+        return self.name(entry), points[xs[-1]], self.colour(entry)
 
     def tokens_axis(self, axis: Any, label: str, ticks: Iterable[int]) -> None:
         axis.set_xscale("log", base=2)
@@ -96,28 +116,32 @@ class Plots:
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
             rows = problem.of(name)
-            for entry in contestants(rows):
+            labels = [
                 self.line(axis, {r["tokens"]: r["tflops"][entry] for r in rows if entry in r["tflops"]}, entry)
+                for entry in contestants(rows)
+                if entry != "alone"
+            ]
             self.tokens_axis(axis, "tokens per rank", (row["tokens"] for row in rows))
             axis.set(ylabel="TFLOP/s per GPU", ylim=(0, None))
-            axis.legend(fontsize=8)
+            label_ends(axis, labels)
         self.save(figure, f"Speed on {problem.ranks} ranks: {problem.title}", file)
 
     def shares(self, problem: Problem, of: str, share: Callable[[Line, str], float | None], file: str) -> None:
         """Draw the speed of dataflows and peers over that of ``local``, or of ``alone``."""
-        ideal = dict(local="all keys already local", alone="one GPU's kernel on the whole row")[of]
+        ideal = dict(local="all keys\nalready local", alone="one GPU's kernel\non the whole row")[of]
         if not any(share(row, entry) for row in problem.rows for entry in contestants([row])):
             return
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
-            rows = problem.of(name)
+            rows, labels = problem.of(name), [(ideal, 100.0, LIMIT)]
             for entry in contestants(rows):
-                if not scaling_lines.is_local(entry) and entry != "alone":
-                    self.line(axis, {r["tokens"]: 100 * s for r in rows if (s := share(r, entry))}, entry)
-            axis.axhline(100, color="black", linestyle=":", label=f"ideal: {ideal}")
+                points = {r["tokens"]: 100 * s for r in rows if (s := share(r, entry))}
+                if points and not scaling_lines.is_local(entry) and entry != "alone":
+                    labels.append(self.line(axis, points, entry))
+            axis.axhline(100, color=LIMIT, linestyle=":")
             self.tokens_axis(axis, "tokens per rank", (row["tokens"] for row in rows))
             axis.set(ylabel=f"% of {of}", ylim=(0, 110))
-            axis.legend(fontsize=8)
+            label_ends(axis, labels)
         self.save(figure, f"Efficiency on {problem.ranks} ranks, share of {of}: {problem.title}", file)
 
     def scaling(self, problem: Problem, kind: str, same: str, unit: str, file: str) -> None:
@@ -132,20 +156,23 @@ class Plots:
             return
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
+            labels = []
             for i, (size, _, rows) in enumerate(s for s in series if s[1] == name):
                 for entry in filter(is_ours, contestants(rows)):
                     points = {r["ranks"]: r["ranks"] * r["tflops"][entry] for r in rows if entry in r["tflops"]}
-                    self.line(axis, points, entry, label=f"{entry}, {size:,} {unit}", alpha=1 / (1 + 0.5 * i))
+                    text, end, colour = self.line(axis, points, entry, alpha=1 / (1 + 0.5 * i))
+                    labels.append((f"{text}\n{size:,} {unit}", end, colour))
                 base = "alone" if any("alone" in r["tflops"] for r in rows) else "local"
                 ideal = {r["ranks"]: r["ranks"] * r["tflops"][base] for r in rows if base in r["tflops"]}
-                self.line(axis, ideal, base, marker="", linestyle=":", label=None if i else f"ideal: {base}")
+                label = self.line(axis, ideal, base)
+                labels += [label] * (i == 0)
             axis.set(xlabel="ranks", ylabel="TFLOP/s of all ranks", ylim=(0, None))
             axis.set_xticks(sorted({row["ranks"] for row in problem.rows}))
-            axis.legend(fontsize=7)
+            label_ends(axis, labels)
         self.save(figure, f"{kind.capitalize()} scaling: {problem.title}", file)
 
     def exposed(self, problem: Problem, file: str) -> None:
-        figure, axes = self.panels(problem.passes())
+        figure, axes = self.panels(problem.passes(), beside=0.3)
         for axis, name in zip(axes, problem.passes(), strict=True):
             rows = [r for r in problem.of(name) if any(map(scaling_lines.is_local, r["tflops"]))]
             rows.sort(key=lambda row: row["tokens"])
@@ -156,22 +183,24 @@ class Plots:
                         continue
                     ms, local = row["milliseconds"][entry], row["milliseconds"][scaling_lines.local_of(row, entry)]
                     x, share = i + 0.8 * (n + 0.5) / len(ours) - 0.4, 100 * (ms - local) / ms
-                    axis.bar(x, share, 0.8 / len(ours), color=self.colours[entry], label=None if i else entry)
-                    place = dict(ha="center", va="bottom", fontsize=7, rotation=90)
-                    axis.annotate(f"{ms - local:.2f} ms", (x, max(share, 0)), **place)
+                    axis.bar(x, share, 0.8 / len(ours), color=COLOUR, alpha=1 / (1 + 0.5 * n))
+                    text = f"{round(ms - local, 2) or 0:.2f} ms"
+                    if len(ours) > 1:
+                        text = f"{entry}\n{text}"
+                    axis.annotate(text, (x, max(share, 0)), ha="center", va="bottom", fontsize=9)
             axis.axhline(0, color="black", linewidth=0.8)
             axis.set_xticks(range(len(rows)), [f"{row['tokens']:,}" for row in rows])
             axis.set(xlabel="tokens per rank", ylabel="time beyond local, % of the whole")
             axis.margins(y=0.25)
-            axis.legend(fontsize=8)
-        self.save(figure, f"Exposed communication on {problem.ranks} ranks: {problem.title}", file)
+        self.save(figure, f"{OURS}: exposed communication on {problem.ranks} ranks: {problem.title}", file)
 
     def memory(self, problem: Problem, file: str) -> None:
         if not any(row["memory"] for row in problem.rows):
             return
         figure, axes = self.panels(problem.passes())
         for axis, name in zip(axes, problem.passes(), strict=True):
-            rows = [row for row in problem.of(name, largest=False) if row["memory"]]
+            rows, labels = [row for row in problem.of(name, largest=False) if row["memory"]], []
+            several = len({row["ranks"] for row in rows}) > 1
             for (ranks,), some in group_by(rows, "ranks"):
                 for entry in contestants(some):
                     cells = {r["total"]: r["memory"][entry] for r in some if entry in r["memory"]}
@@ -179,28 +208,36 @@ class Plots:
                     peaks = {t: c["peak"] / GIB for t, c in cells.items()}
                     predicted = {t: c["predicted"] / GIB for t, c in cells.items() if "predicted" in c}
                     if peaks:
-                        self.line(axis, peaks, entry, label=f"{entry}, {ranks}", **style)
+                        text, *end = self.line(axis, peaks, entry, **style)
+                        labels.append(
+                            (f"{text}{f', {ranks} ranks' * several}{' (x: predicted)' * bool(predicted)}", *end)
+                        )
                     if predicted:
-                        style |= dict(label=f"{entry}, {ranks}, predicted", linestyle=":", marker="x")
-                        self.line(axis, predicted, entry, **style)
+                        self.line(axis, predicted, entry, linestyle="", marker="x", markeredgecolor=LIMIT, zorder=4)
             if rows and (limit := rows[0]["about"]["memory_limit"]):
-                axis.axhline(limit / GIB, color="black", label="all of a GPU's memory")
+                axis.axhline(limit / GIB, color=LIMIT, linestyle=":")
+                labels.append(("all of a GPU's memory", limit / GIB, LIMIT))
             self.tokens_axis(axis, "context (tokens of all ranks)", (row["total"] for row in rows))
             axis.set(ylabel="GiB per GPU")
             axis.set_yscale("log", base=2)
-            axis.legend(fontsize=6)
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda gib, _: f"{gib:g}"))
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            label_ends(axis, labels)
         self.save(figure, f"Peak memory of one attention, with its inputs: {problem.title}", file)
 
     def errors(self, errors: list[Line]) -> None:
         names = ("out", "dq", "dk", "dv")
         figure, axes = self.panels(names)
         for axis, name in zip(axes, names, strict=True):
+            labels: list[tuple[str, float, Any]] = [("one rank", 1.0, LIMIT)]
             for (dataflow,), some in group_by(errors, "dataflow"):
-                self.line(axis, {e["ranks"]: e["rms"][name] / e["one_rank"][name] for e in some}, dataflow)
-            axis.axhline(1.0, color="black", linestyle=":", label="one rank")
+                points = {e["ranks"]: e["rms"][name] / e["one_rank"][name] for e in some}
+                _, end, colour = self.line(axis, points, dataflow)
+                labels.append((dataflow, end, colour))
+            axis.axhline(1.0, color=LIMIT, linestyle=":")
             axis.set(xlabel="ranks", ylabel="rms error / that of one rank", ylim=(0, 1.5))
             axis.set_xticks(sorted({e["ranks"] for e in errors}))
-            axis.legend(fontsize=8)
+            label_ends(axis, labels)
         self.save(figure, f"Error against float64, causal, {errors[0]['total']:,} tokens", "error")
 
 

@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: pages that lie outside of docs/, and links to files that are no pages.
 
 README.md, CHANGELOG.md and others stay where GitHub looks for them; the site reads them from there. Modules that are
-written to be read are pages, too: the docstring as text, then the code. Links in all pages are written for the repository. On the site a link to a page leads to that page, a link to another file of the
+written to be read are pages, too: the docstring as text, then the code. Links in all pages are written for the
+repository. On the site a link to a page leads to that page, a link to another file of the
 repository leads to ``repo_url``, and becomes plain text as long as the repository has no address.
 """
 

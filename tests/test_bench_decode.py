@@ -11,7 +11,15 @@ import pytest
 import torch
 from pool import on_ranks
 
-from benchmarks import bench_decode, decode_chunk, decode_contestants, decode_merges, decode_ranks, plot_decode
+from benchmarks import (
+    bench_decode,
+    decode_chunk,
+    decode_contestants,
+    decode_merges,
+    decode_problems,
+    decode_ranks,
+    plot_decode,
+)
 from benchmarks.bench_decode import Setup
 from benchmarks.decode_problems import CONTEXTS, PROBLEMS, Caches, Problem, ragged
 from benchmarks.segments import Launch, Runner
@@ -196,6 +204,14 @@ def test_a_chunk_is_compared_and_measured(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(torch, "equal", lambda a, b: False)
     with pytest.raises(SystemExit, match="differ"):
         decode_chunk.main()
+
+
+def test_the_plot_says_the_heads_and_dtype_of_its_problems() -> None:
+    rows = [dict(problem=name, kernel="FA3", gb_per_s=1.0) for name in decode_problems.PLOTS]
+    assert sum(len(points) for kernels in plot_decode.curves(rows).values() for points in kernels.values()) == len(rows)
+    drawn = [decode_problems.PROBLEMS[name] for name in decode_problems.PLOTS]
+    models = {f"{p.heads}/{p.kv_heads} heads of {p.dim}, {str(p.dtype).removeprefix('torch.')}" for p in drawn}
+    assert models == {plot_decode.MODEL}
 
 
 def test_the_plot_has_the_best_of_each_kernel(tmp_path: Path) -> None:

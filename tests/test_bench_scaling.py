@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import math
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ from benchmarks import (
     documents,
     peers,
     plot_scaling,
+    plot_style,
     scaling_layouts,
+    scaling_lines,
     scaling_problems,
     scaling_timing,
 )
@@ -419,3 +422,38 @@ def test_a_report_without_lines_is_one_line(capsys: pytest.CaptureFixture[str], 
     assert plot_scaling.main([folder]) == bench_scaling.main(["--report", folder]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert errors == [f"error: no lines of benchmarks.bench_scaling in {folder}/scaling-*.jsonl"] * 2
+
+
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_labels_at_the_ends_of_lines_keep_their_order_and_do_not_overlap(scale: str) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    generator = random.Random(0)
+    for count in (1, 2, 5, 9):
+        figure, axis = plt.subplots(figsize=(6, 4))
+        ends = [generator.choice([generator.uniform(500, 520), generator.uniform(1, 700)]) for _ in range(count)]
+        axis.set(xlim=(1, 10), ylim=(1, 700), yscale=scale)
+        plot_style.label_ends(
+            axis, [(f"{y}\nsecond line" if i % 3 == 0 else f"{y}", y, "black") for i, y in enumerate(ends)]
+        )
+        texts = [(text, text.get_window_extent()) for text in axis.texts]
+        assert len(texts) == count
+        for (low, below), (high, above) in itertools.pairwise(sorted(texts, key=lambda pair: pair[1].y0)):
+            assert below.y1 <= above.y0 + 0.5
+            assert float(low.get_text().split()[0]) <= float(high.get_text().split()[0])
+        plt.close(figure)
+
+
+def test_ours_has_one_colour_and_name_in_all_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import scaling_plots
+
+    names = [*scaling_lines.OURS, "gather balanced", "local", "alone", *(f"peer-{i}/x" for i in range(9))]
+    plots = scaling_plots.Plots(tmp_path, ["none"], names)
+    assert {plots.colour(name) for name in names if scaling_lines.is_ours(name)} == {plot_style.COLOUR}
+    assert plot_style.COLOUR not in {plots.colour(name) for name in names if not scaling_lines.is_ours(name)}
+    assert scaling_plots.Plots(tmp_path, [], ["gather", "local"]).name("gather") == "ringattn"
+    assert plots.name("ring") == "ringattn, ring"
+    assert plots.name("torch-cp/alltoall/cudnn") == "PyTorch context_parallel\nall-to-all, cuDNN"

@@ -199,7 +199,9 @@ def test_what_the_check_page_prints() -> None:
             got = str(ringattn.check(kind(), names["batch_of"](0, 0), plan, step))
         except ringattn.NotExact as error:
             got = str(error)
-        words = [re.sub(r"(?:blocks\.\d\.)?\b\w+(?:\.\w+)*\.weight|[\d.]+(?:e-\d+)?", "#", text) for text in (got, page)]
+        words = [
+            re.sub(r"(?:blocks\.\d\.)?\b\w+(?:\.\w+)*\.weight|[\d.]+(?:e-\d+)?", "#", text) for text in (got, page)
+        ]
         assert words[0].split() == words[1].split()
         losses = [[float(loss) for loss in re.findall(r"\d\.\d{5,}", text)] for text in (got, page)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-3)

@@ -85,7 +85,9 @@ def test_bold_numbers_of_the_worked_examples(heading, s, v, chunk):
 def test_numbers_of_traffic_and_of_the_ring():
     rate, n, d = 650e12, 8192, 128
     times = 8 * n**2 / 4.56e12, 8 * n * d / 4.56e12, 4 * n**2 * d / rate
-    assert re.findall(r"([\d.]+) µs", PAGE) == [f"{1e6 * t:.{digits}f}" for t, digits in zip(times, (0, 1, 0), strict=True)]
+    assert re.findall(r"([\d.]+) µs", PAGE) == [
+        f"{1e6 * t:.{digits}f}" for t, digits in zip(times, (0, 1, 0), strict=True)
+    ]
     for name, per_second in (("NVLink, 300 GB/s", 300e9), ("network, 45 GB/s", 45e9)):
         tokens = [rate / per_second * share for share in (1, 8 / 32, 2 * 8 / 32)]
         (row,) = re.findall(rf"^\| {name} \|(.*)\|$", PAGE, re.M)

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.plot_style import label_ends
+
 from . import streaming as S
-from .explain import EXAMPLES, TILE, measure_memory, numbers, size, tokens_text
+from .explain import EXAMPLES, HEAD_DIM, TILE, measure_memory, numbers, size, tokens_text
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#6B7280"
 
@@ -26,17 +28,18 @@ def draw_weights(plt: Any) -> Any:
     x = np.linspace(0, 10, 400)
     weights = np.array([S.stable_softmax(np.array([1, 2, 3, value])) for value in x]).T
     figure, axes = plt.subplots(figsize=(8, 4))
-    labels = ["score 1", "score 2", "score 3", "score x"]
-    axes.stackplot(x, weights, labels=labels, colors=["#BFD7EA", "#7FB2D6", BLUE, ORANGE], linewidth=0)
+    axes.stackplot(x, weights, colors=["#BFD7EA", "#7FB2D6", BLUE, ORANGE], linewidth=0)
+    for name, y, color in (("score 1", 0.03, "black"), ("score 2", 0.2, "black"), ("score 3", 0.6, "white")):
+        axes.text(0.15, y, name, color=color)
+    axes.text(4.4, 0.85, "score x", color="black", ha="center")
     for at in (3, 6, 10):
         weight = S.stable_softmax(np.array([1.0, 2, 3, at]))[3]
         axes.plot([at, at], [1 - weight, 1], color="white", linewidth=1.5)
         align = {3: "left", 6: "left", 10: "right"}[at]
         axes.text(at + (-0.12 if at == 10 else 0.12), 0.62, f"{weight:.1%}", color="black", ha=align)
-    axes.set(xlim=(0, 10), ylim=(0, 1), xlabel="the largest score, x", ylabel="softmax weight")
-    axes.set_title("softmax([1, 2, 3, x]): the largest score takes all the weight")
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    axes.set(xlim=(0, 10), ylim=(0, 1), xlabel="x, the fourth score: the largest from 3 on", xticks=range(11))
+    axes.set_ylabel("softmax weight")
+    axes.set_title("softmax([1, 2, 3, x]): as x grows, it takes all the weight")
     return figure
 
 
@@ -98,7 +101,7 @@ def draw_memory(plt: Any, rows: list[dict[str, int]]) -> Any:
     axes.set_xticks(ticks, [tokens_text(int(t)) for t in ticks])
     axes.set_xticks([], minor=True)
     axes.set_yticks([1e6, 1e9, 1e12, 1e15], ["1 MB", "1 GB", "1 TB", "1 PB"])
-    axes.set_title("Working memory of one attention head")
+    axes.set_title(f"Working memory of one attention head of dimension {HEAD_DIM}")
     axes.legend(loc="upper left", frameon=False, bbox_to_anchor=(0.0, 0.98))
     return figure
 
@@ -108,6 +111,7 @@ def draw_error(plt: Any) -> Any:
     n, seeds = 4096, 7
     blocks = 2 ** np.arange(13)
     figure, axes = plt.subplots(figsize=(8, 4.2))
+    labels = []
     for dtype, color in ((np.float32, BLUE), (np.float64, GREEN)):
         errors = np.empty((seeds, len(blocks)))
         for seed in range(seeds):
@@ -116,18 +120,21 @@ def draw_error(plt: Any) -> Any:
             for column, block in enumerate(blocks):
                 _, l = S.scaled_sum_by_block(s, int(block))
                 errors[seed, column] = abs(l - exact) / exact / np.finfo(dtype).eps
-        axes.plot(blocks, np.median(errors, axis=0), "o-", color=color, label=f"{np.dtype(dtype)}, median")
-        axes.plot(blocks, errors.max(axis=0), ":", color=color, label=f"{np.dtype(dtype)}, largest of {seeds}")
+        median, largest = np.median(errors, axis=0), errors.max(axis=0)
+        axes.plot(blocks, median, "o-", color=color)
+        axes.plot(blocks, largest, ":", color=color)
+        labels += [(f"{np.dtype(dtype)}, median", median[-1], color)]
+        labels += [(f"{np.dtype(dtype)}, largest of {seeds}", largest[-1], color)]
     axes.axhline(4 * n, color=RED, linestyle="--", linewidth=1.2)
     axes.text(4096, 4 * n * 0.72, "worst case, (4n + 3 + span/2) eps", color=RED, ha="right", va="top")
     axes.axhline(1, color=GREY, linewidth=1)
-    axes.text(4096, 1.2, "one eps", color=GREY, ha="right")
+    axes.text(4096, 1.4, "one eps", color=GREY, ha="right")
     axes.set(xscale="log", yscale="log", ylim=(0.05, 5e4), xlabel="block size (of 4,096 scores)")
     axes.set_xticks(blocks[::2], [str(b) for b in blocks[::2]])
     axes.set_xticks([], minor=True)
     axes.set_ylabel("relative error of l, in eps")
     axes.set_title("Any block size gives the same sum, to a few roundings")
-    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.66))
+    label_ends(axes, labels)
     return figure
 
 
