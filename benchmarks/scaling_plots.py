@@ -208,9 +208,9 @@ class Plots:
                     peaks = {t: c["peak"] / GIB for t, c in cells.items()}
                     predicted = {t: c["predicted"] / GIB for t, c in cells.items() if "predicted" in c}
                     if peaks:
-                        text, *end = self.line(axis, peaks, entry, **style)
+                        text, end, colour = self.line(axis, peaks, entry, **style)
                         labels.append(
-                            (f"{text}{f', {ranks} ranks' * several}{' (x: predicted)' * bool(predicted)}", *end)
+                            (f"{text}{f', {ranks} ranks' * several}{' (x: predicted)' * bool(predicted)}", end, colour)
                         )
                     if predicted:
                         self.line(axis, predicted, entry, linestyle="", marker="x", markeredgecolor=LIMIT, zorder=4)
