@@ -674,6 +674,27 @@ def test_generation() -> None:
     assert got == [tokens[0, -4:].tolist()] * 2
 
 
+def test_generation_with_tensor_parallelism() -> None:
+    """cp 2 x tp 2, as the page says: a cache of half the key heads in each group, against all heads in one process."""
+    q, k, v = (torch.randn(1, 40, h, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    new = [torch.randn(1, 1, h, 16, generator=torch.Generator().manual_seed(9 + h)) for h in (4, 2, 2)]
+
+    def body(rank: VirtualRank, tp: int) -> Tensor:
+        cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=16, tokens=256, dtype=torch.float32, group=rank)
+        s = cache.add()
+        plan = cache.plan(s, 40, causal=True)
+        mine = [plan.shard(x.chunk(2, 2)[tp], dim=1) for x in (q, k, v)]
+        ringattn.attention(mine[0], *cache.extend(plan, 0, *mine[1:]), plan)
+        out = ringattn.decode(*(x.chunk(2, 2)[tp] for x in new), cache.step([s]), layer=0)
+        assert isinstance(out, Tensor)
+        return out
+
+    got = torch.cat([virtual.run(2, functools.partial(body, tp=tp))[0] for tp in range(2)], 2)
+    whole = [torch.cat(pair, 1) for pair in zip((q, k, v), new, strict=True)]
+    want, _ = reference.attention(*whole, masks.causal(41))
+    torch.testing.assert_close(got, want[:, -1:].float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a GPU")
 def test_generation_as_a_graph() -> None:
     cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=64, tokens=4096, device="cuda")
