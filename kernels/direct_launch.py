@@ -113,7 +113,6 @@ class DirectLaunch:
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._launch(*self._grid, stream, self._function, *self._head, *flat)
 
-
     def written(self, source: Source, device: int) -> str:
         """Return this launch as a line of a program, where tensors and an epoch among the arguments change."""
         run, values = self._compiled._run, list[str]()

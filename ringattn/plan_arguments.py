@@ -97,7 +97,8 @@ class Request:
                 f"mask is of type {type(mask).__name__}; pass a ringattn.mask.Mask, such as "
                 "ringattn.mask.from_intervals(starts, ends), in which query i sees keys starts[i] <= j < ends[i]"
             )
-        keys, earlier, first = given["seq_len_k"], (), 0
+        earlier: tuple[Shard, ...] = ()
+        keys, first = given["seq_len_k"], 0
         if held is not None:
             earlier, first, count = _checked_held(held, world_size, None if keys is None else keys - seq_len)
             keys = count + seq_len

@@ -282,7 +282,7 @@ class _Recorder(TorchDispatchMode):
         body = [*source.lines, f"return ({', '.join(results)},)"]
         text = f"def run({', '.join(given)}):\n" + "".join(f"    {line}\n" for line in body)
         space = dict(source.names, empty=torch.empty_strided)
-        exec(compile(text, "<program>", "exec"), space)  # of names and numbers that are made here
+        exec(compile(text, "<program>", "exec"), space)  # noqa: S102 - names and numbers that are made here
         listeners = list(dict.fromkeys(source.listeners))
         return Program(space["run"], text, lambda: any([listens() for listens in listeners]))
 

@@ -84,12 +84,12 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
                 require((inside | ~sees).all(), f"a query of rank {rank} meets a key that its mask hides")
                 require((nth[last] - nth[first] == last - first).all(), f"a query of rank {rank} meets a key twice")
             count[:, queries] += walk.end - walk.start
-    for count, right in zip(computed, expected, strict=True):
-        wrong = (count != right).nonzero()
+    for met_keys, right in zip(computed, expected, strict=True):
+        wrong = (met_keys != right).nonzero()
         if len(wrong):
             row, query = wrong[0].tolist()
             raise AssertionError(
-                f"query {query} of row {row} meets {int(count[row, query])} keys, which is not what its mask says: "
+                f"query {query} of row {row} meets {int(met_keys[row, query])} keys, which is not what its mask says: "
                 f"{int(right[row, query])}"
             )
 

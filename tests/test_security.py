@@ -25,6 +25,7 @@ FUNCTIONS = {
     "asyncio.create_subprocess_shell", "logging.config.listen",
 }  # fmt: skip
 METHODS = {"listen", "create_server", "start_server", "read_pickle"}  # of whatever object
+WRITES = "ringattn/program.py"  # and runs source, which tests/test_program.py looks at
 CALLED = {"torch.load", "numpy.load"}  # may only be called, so that their arguments can be seen
 SAFE = {  # the values that an argument may have
     "weights_only": "True", "allow_pickle": "False", "shell": "False", "trust_remote_code": "False",
@@ -103,7 +104,9 @@ def offences(source: str) -> Iterator[str]:
 def test_no_file_runs_what_it_reads() -> None:
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(paths) > 100
-    assert [f"{path.relative_to(ROOT)}, {what}" for path in paths for what in offences(path.read_text())] == []
+    found = [(str(path.relative_to(ROOT)), what) for path in paths for what in offences(path.read_text())]
+    assert [f"{path}, {what}" for path, what in found if path != WRITES] == []
+    assert sorted(what.split(": ")[1] for path, what in found if path == WRITES) == ["compile", "exec"]
 
 
 def test_such_lines_are_found() -> None:

@@ -23,6 +23,7 @@ from .transfer import GradientReturn, Part, Transfer, Waits
 # Bytes that are pulled in as much time as the host takes to queue the kernels of a group, some 80 us at 50 GB/s.
 WORTH_A_GROUP = 4 << 20
 
+
 @dataclass(frozen=True)
 class CopyEngines(Transfer):
     """From the memory of each rank to that of each other one.

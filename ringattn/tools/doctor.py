@@ -35,10 +35,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import __version__, attention, dataflows, json_file, plan, reference, virtual
+from ..factory import Plan
 from ..kernels import backends, contract
 from ..masks.intervals import Mask
 from ..peer import driver
-from ..plans import Plan
 from .terminal import Parser
 
 SECONDS = 10.0  # of the numerical self-test
