@@ -76,14 +76,14 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
         met[rank, keys_met] = True
         walks = (block, *block.others)
         require(len(walks) == len(members), f"rank {rank} walks {len(walks)} times, for {len(members)} intervals")
-        for walk, (start, end), count in zip(walks, members, computed, strict=True):
+        for walk, (start, end), met_here in zip(walks, members, computed, strict=True):
             sees = walk.end > walk.start
             if sees.any():
                 first, last = (torch.where(sees, row, 0).long() for row in (walk.start, walk.end - 1))
                 inside = (keys[first] >= start[:, queries]) & (keys[last] < end[:, queries])
                 require((inside | ~sees).all(), f"a query of rank {rank} meets a key that its mask hides")
                 require((nth[last] - nth[first] == last - first).all(), f"a query of rank {rank} meets a key twice")
-            count[:, queries] += walk.end - walk.start
+            met_here[:, queries] += walk.end - walk.start
     for met_keys, right in zip(computed, expected, strict=True):
         wrong = (met_keys != right).nonzero()
         if len(wrong):

@@ -162,7 +162,9 @@ def test_programs_run_eagerly_first_and_where_addresses_are_not_aligned() -> Non
 def test_a_source_has_names_and_numbers_only() -> None:
     """Nothing that a user gives is written into it, texts least of all."""
     made = program_of(work, torch.randn(3, 4), None, torch.randn(3, 4))
-    names = "run|x|m|c|at|e|error|empty|def|del|return|if|dtype|device|as_strided|storage_offset|data_ptr|None|True|False"
+    names = (
+        "run|x|m|c|at|e|error|empty|def|del|return|if|dtype|device|as_strided|storage_offset|data_ptr|None|True|False"
+    )
     assert re.fullmatch(rf"(?:(?:{names})?[\d_]*(?:at)?|[\s().,:=+*%&\[\]-])*", made.source), made.source
 
 

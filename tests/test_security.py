@@ -46,7 +46,7 @@ def meanings(tree: ast.AST) -> dict[str, str]:
 def forbidden(name: str) -> bool:
     """Say whether a resolved name is one of a module or a function that may not be used."""
     inside = any(name == module or name.startswith(f"{module}.") for module in MODULES)
-    objects = "." in name and name.endswith(("_object", "_object_list"))
+    objects = "." in name and name.endswith(("_object", "_object_list")) and name != "ctypes.py_object"
     return not name.endswith("Error") and (inside or objects or name in FUNCTIONS)
 
 
