@@ -70,12 +70,13 @@ def attention(
         TypeError, ValueError: the value, what was expected and the fix, before anything is sent.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
-    operators.check_transforms("attention()")
+    mod = score_mod.handle if isinstance(score_mod, ScoreMod) else score_mod
+    known = operators.signature((q, k, v, alibi_slopes, sink), softmax_scale, softcap, kernel, mod, return_max)
+    if known is None:
+        operators.check_transforms("attention()")
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
     try:
-        mod = score_mod if score_mod is None or not isinstance(score_mod, ScoreMod) else score_mod.handle
-        known = operators.signature((q, k, v, alibi_slopes, sink), softmax_scale, softcap, kernel, mod, return_max)
         if known is None or plan.begun.get(known) is None:
             check_types(q, k, v)
             q, k, v = operators.as_autocast(q, k, v)

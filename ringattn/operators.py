@@ -38,7 +38,6 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _VALUES = frozenset((int, float, bool, str, type(None)))
 
-
 Signature = tuple[object, ...] | None
 
 
@@ -66,9 +65,10 @@ def signature(tensors: Sequence[Tensor | None], *values: object) -> Signature:
 
 def _is_plain_eager(*tensors: Tensor | None) -> bool:
     """Return whether nothing observes operators: no compiler, no profiler, no dispatch mode (selective checkpointing,
-    fake tensors), no functorch transform, no tensor subclass."""
+    fake tensors), no functorch transform, no forward mode, no tensor subclass."""
     return (
         not torch.compiler.is_compiling()
+        and getattr(forward_ad, "_current_level", -1) < 0
         and not profiler._is_profiler_enabled
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -217,8 +217,7 @@ def _begin(
     Raises:
         Exception: this rank refuses its arguments, or ranks differ.
     """
-    error: Exception | None = None
-    backend = BACKENDS["eager"]
+    error, backend = None, BACKENDS["eager"]
     try:
         q, k, v = map(unit_stride, (q, k, v))
         if plan.world_size > 1:
@@ -252,12 +251,11 @@ def _begin(
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor]:
-    plan = call.plan
     try:
         with no_autocast(call.q):  # the state is float32, whatever the caller's region says
-            out, lse = choose_dataflow(plan.dataflow, plan.deterministic).forward(call)
+            out, lse = choose_dataflow(call.plan.dataflow, call.plan.deterministic).forward(call)
     except BaseException as error:
-        plan.transport.note_failure(error)
+        call.plan.transport.note_failure(error)
         raise
     return out, lse
 

@@ -57,11 +57,11 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
     """
     # Keys before those that ranks hold are hidden, or they are missed below.
     first_held = plan.seq_len_k - sum(plan.local_lengths_k)
-    for shards, first, past, name in (
+    for shards, begin, past, name in (
         (plan.shards, 0, plan.seq_len, "query"), (plan.shards_k, first_held, plan.seq_len_k, "key")
     ):  # fmt: skip
         positions = torch.cat([layouts.positions(shard) for shard in shards])
-        held_once = torch.equal(positions.sort().values, torch.arange(first, past, device="cpu"))
+        held_once = torch.equal(positions.sort().values, torch.arange(begin, past, device="cpu"))
         require(held_once, f"a {name} is held by no rank, or by two")
     every_query = torch.arange(plan.seq_len, device="cpu")
     members = [member.intervals(every_query) for member in plan.mask.members]

@@ -177,6 +177,7 @@ def test_the_transport_knows_no_attention() -> None:
             "agreement",
             "errors",
             "memo",
+            "program",
         }, name
 
 

@@ -181,6 +181,9 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "Step.keep": of_step(lambda step: step.keep([0])),
     "Step.advance": of_step(lambda step: (step.advance(), step.sync())[1]),
     "Step.sync": of_step(lambda step: step.sync()),
+    "loss.linear_cross_entropy": lambda x: loss.linear_cross_entropy(
+        x.flatten(2), torch.eye(x.flatten(2).shape[2]), IDS, wrapper="sums", chunk=4
+    ),
     "loss.cross_entropy": lambda x: loss.cross_entropy(x.flatten(2), IDS, wrapper="sums"),
     "loss.log_probs": lambda x: loss.log_probs(x.flatten(2), IDS),
     "loss.row_sums": lambda x: loss.row_sums(x, wrapper="sums"),

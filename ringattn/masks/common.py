@@ -39,15 +39,18 @@ def pieces(
         TypeError: not integers.
         ValueError: a shape that is not (rows, pieces).
     """
-    first = torch.as_tensor([[0]] if first is None else first, device="cpu")
+    first = torch.zeros(1, 1, dtype=torch.int64, device="cpu") if first is None else integers("first", first)
     fields = []
     for name, bound in (("first", first), ("low", low), ("high", high), ("left", left), ("right", right)):
-        x = integers(name, bound)
+        if type(bound) is int and name != "first":
+            fields.append(torch.full_like(first, bound))
+            continue
+        x = first if name == "first" else integers(name, bound)
         if (name == "first" and (x.ndim != 2 or 0 in x.shape)) or (x.ndim and x.shape != first.shape):
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; it must be (rows, pieces), at least (1, 1) and that of `first`"
             )
-        fields.append(x.expand_as(first).contiguous())
+        fields.append(x.expand_as(first).clone(memory_format=torch.contiguous_format))  # callers may change theirs
     return Intervals(seq_len, seq_len_k, *fields)
 
 

@@ -156,10 +156,6 @@ class Intervals(Mask):
     left: Tensor
     right: Tensor
 
-    def __post_init__(self) -> None:
-        for name in ("first", "low", "high", "left", "right"):  # plans keep masks; callers may change their tensors
-            object.__setattr__(self, name, getattr(self, name).clone())
-
     @property
     def members(self) -> tuple[Intervals, ...]:
         return (self,)
