@@ -73,7 +73,7 @@ def dispatch(
     """
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
-    given, args = args, tuple([int(x) if type(x) is program.Epoch else x for x in args])
+    given, args = args, _plain(args)
     cached = _compiled.get(_key(kernel, device, args, constants))
     if cached is None:
         if isinstance(kernel, InterpretedFunction):
@@ -89,6 +89,11 @@ def dispatch(
     if recorder is not None:
         _write(recorder.source, Launched(compiled, grid, (*given, *values)), device)
     return Launched(compiled, grid, (*args, *values))
+
+
+def _plain(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return arguments as Triton takes them: numbers of exchanges are plain integers."""
+    return tuple([int(x) if type(x) is program.Epoch else x for x in args])
 
 
 def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -114,7 +119,7 @@ def _compile(
     found: dict[Hashable, tuple[CompiledKernel, list[Any]] | None] = {}
     missing: dict[Hashable, tuple[Callable[[], Any], list[Any]]] = {}
     for changes in ({}, *variants):
-        changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
+        changed = _plain([changes.get(name, x) for name, x in zip(names, args, strict=True)])
         options = {name: changes.get(name, x) for name, x in constants.items()}
         key = _key(kernel, device, changed, options)
         found[key] = _compiled.get(key)
