@@ -159,7 +159,8 @@ def work(case: Case) -> None:
         plan.transport.limit = plan.timeout or PATIENT
         token = cache.step([sequence])
         points.reach("before decode")
-        out: Any = ringattn.decode(q[:, :1], k[:, :1], v[:, :1], token, layer=0)
+        with torch.no_grad():
+            out: Any = ringattn.decode(q[:, :1], k[:, :1], v[:, :1], token, layer=0)
         points.reach("after decode")
         out.float().sum().item()
         cache.crop(sequence, 0)

@@ -173,7 +173,7 @@ CASES = {
     "full": {},
     "window": dict(causal=True, window_size=(100, 0)),
     "documents": dict(causal=True, cu_seqlens=[0, 100, 750, 1000]),
-    "sinks of keys": dict(causal=True, window_size=(64, 0), sinks=4),
+    "sinks of keys": dict(mask=ringattn.mask.sinks(1000, 4, 64)),
 }
 
 
