@@ -681,7 +681,7 @@ def test_extend_casts_under_autocast_only() -> None:
     plan = cache.plan(cache.add(), 20, causal=True)
     with pytest.raises(TypeError, match=r"k is torch.float32, but the cache holds torch.bfloat16; cast it"):
         cache.extend(plan, 0, k, k)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         keys, _ = cache.extend(plan, 0, k.requires_grad_(), k)
     assert torch.equal(keys, k.detach().bfloat16())
     assert not keys.requires_grad

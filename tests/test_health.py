@@ -137,7 +137,7 @@ def test_the_board_has_no_name_after_all_have_opened_it(monkeypatch: pytest.Monk
         Board, "create", classmethod(lambda cls, path, *sizes: names.append(path) or create(cls, path, *sizes))
     )
     alone = Health(0, 1)
-    assert alone.make_board(5, 3.0, lambda words: words[None]) == [5]
+    assert alone.make_board(3.0, lambda words: words[None]) == [health.host()]
     assert [Path(name).exists() for name in names] == [False]
     assert alone.board is not None
     assert (alone.board.limit(0), alone.here, alone.seen, alone.others) == (3.0, [], [], None)
