@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ringattn import memo
 from ringattn.dataflow import hierarchical_engines
 from ringattn.peer import carry, driver, pull, push
 from ringattn.peer import link as memory
@@ -246,6 +247,8 @@ class World:
         )
         for module in (memory, pull, push, carry, hierarchical_engines):
             monkeypatch.setattr(module, "torch", _Torch(cuda))
+        for module in (memory, memo):  # memory that is kept is of these GPUs, too: their mode must not be left
+            monkeypatch.setattr(module, "lasting", contextlib.nullcontext)
         monkeypatch.setattr(driver, "Words", functools.partial(Words, self))
         monkeypatch.setattr(driver, "Copies", functools.partial(Copies, self))
         monkeypatch.setattr(driver, "WORTH_A_CALL", self.random.choice([1, 500, 1 << 20]))

@@ -175,7 +175,7 @@ class Ranks:
             stream=lambda stream: contextlib.nullcontext(),
             is_current_stream_capturing=lambda: False,
         )
-        monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)  # kept memory is made outside of the simulated host's mode
+        monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)  # what is kept is made outside of the simulated mode
         monkeypatch.setattr(mailboxes, "torch", _Torch(cuda))
         monkeypatch.setattr(meet, "dispatch", self.queued)
         monkeypatch.setattr(meet, "_LEAST", 16)
