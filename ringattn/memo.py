@@ -64,7 +64,15 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 def on_the_host(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function of data on the host outside of the modes of its callers and of compiled graphs."""
-    return untraced(lasting()(function))
+    outside = lasting()(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        c = torch._C
+        modes = c._len_torch_dispatch_stack() or c._len_torch_function_stack() or c._are_functorch_transforms_active()
+        return (outside if modes or torch.is_inference_mode_enabled() else function)(*args, **kwargs)
+
+    return untraced(call)
 
 
 class Memo(Generic[T]):

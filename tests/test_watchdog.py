@@ -160,21 +160,15 @@ def test_the_file_of_a_board_is_for_this_user_only(tmp_path: Path) -> None:
     assert board.entered() == []
 
 
-def test_a_forked_process_does_not_leave_for_its_parent(boards: list[Board]) -> None:
-    boards[1].owner += 1  # as seen by a child
-    boards[1].leave()
-    assert boards[0].status(1) == watchdog.RUNNING
-    boards[1].owner -= 1
-    boards[1].leave()
-    assert boards[0].status(1) == LEFT
-
-
 def test_a_rank_that_has_left_and_ended_is_the_cause_if_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch, boards: list[Board]
 ) -> None:
     state_is(monkeypatch, boards, 2, "is dead")
     boards[2].leave()
-    assert boards[0].cause([1, 2]) == (2, "rank 2 (process 7002) has exited")
+    assert boards[0].cause([1, 2]) == (
+        2,
+        "rank 2 (process 7002) has left the group after 0 of 0 calls: its program has ended, or destroyed the group",
+    )
     boards[1].fail("MemoryError: no room")
     assert boards[0].cause([1, 2])[0] == 1
 
