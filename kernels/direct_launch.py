@@ -54,12 +54,11 @@ class DirectLaunch:
         args: all arguments of the launch, constants among them; those that change may be None.
         plain: (index among ``args``, index of the tensor) of the tensors that change.
         views: the views of tensors that change.
-        number_at: index of a number that changes.
     """
 
     def __init__(
         self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], plain: Sequence[tuple[int, int]] = (),
-        views: Sequence[View] = (), number_at: int | None = None,
+        views: Sequence[View] = (),
     ) -> None:  # fmt: skip
         run, self._grid, self._function = compiled._run, grid, compiled.function
         self._compiled, self._args = compiled, args
@@ -87,7 +86,7 @@ class DirectLaunch:
                 flat += _encoded(x, described[i])
             else:
                 flat.append(_plain(x))
-        self._flat, self._number_at = flat, -1 if number_at is None else at[number_at]
+        self._flat = flat
         self._plain = [(at[i], tensor) for i, tensor in plain]
         self._views = [(at[view.at], view, _Encoded(view, described[view.at])) for view in views]
 
@@ -100,7 +99,7 @@ class DirectLaunch:
         described = _in_c(run)[1]
         return not run.global_scratch_size and not run.profile_scratch_size and None not in described.values()
 
-    def __call__(self, device: int, addresses: Sequence[int], number: int) -> None:
+    def __call__(self, device: int, addresses: Sequence[int]) -> None:
         """Launch on the current stream of ``device`` with tensors at these addresses."""
         flat = self._flat.copy()
         for i, n in self._plain:
@@ -108,8 +107,6 @@ class DirectLaunch:
         for i, view, kept in self._views:
             address = addresses[view.tensor]
             flat[i] = kept[address]
-        if self._number_at >= 0:
-            flat[self._number_at] = number
         stream = torch._C._cuda_getCurrentRawStream(device)
         self._launch(*self._grid, stream, self._function, *self._head, *flat)
 

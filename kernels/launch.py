@@ -9,8 +9,9 @@ Documents and lengths change from step to step, and nothing is compiled for it: 
 that vary with them, and the variants that other documents need (without a carried state, say) are compiled together
 with the first one, as ``variants`` of its launch.
 
-Even that is slow for a launch that repeats with tensors of the same shapes: :class:`Launches` keeps all arguments of a
-launch except the tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
+Even that is slow for a launch that repeats with tensors of the same shapes. In a call that is recorded it is written
+into the program (:mod:`..program`); for kernels of decoding :class:`Launches` keeps all arguments of a launch except the
+tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
 """
 
 from __future__ import annotations
@@ -162,19 +163,18 @@ class Launches:
     """Launches that repeat with other tensors, at most :data:`LAUNCHES` of them.
 
     The caller's key stands for everything that the arguments depend on: device, dtypes, shapes, strides and numbers.
-    Only the tensors change, and one number that the kernel is not specialized for. A tensor that changes is not kept
-    alive.
+    Only the tensors change. One that changes is not kept alive.
     """
 
     def __init__(self) -> None:
         self._repeats: Memo[_Repeat] = Memo(LAUNCHES)
 
-    def again(self, key: Hashable, tensors: Sequence[Tensor], number: int = 0) -> bool:
+    def again(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
         """Repeat the launch of this key with these tensors and return True; False if there is none."""
         if program.current() is not None:  # which asks for all arguments
             return False
         repeat = self._repeats.get(key)
-        return repeat is not None and repeat.launch(tensors, number)
+        return repeat is not None and repeat.launch(tensors)
 
     def remember(
         self,
@@ -182,7 +182,6 @@ class Launches:
         tensors: Sequence[Tensor],
         launched: Launched | None,
         fixed: Sequence[Tensor] = (),
-        number_at: int | None = None,
     ) -> None:
         """Let :meth:`again` repeat this launch under ``key``.
 
@@ -190,7 +189,6 @@ class Launches:
             tensors: the arguments that change, themselves or as the base of a TMA view.
             launched: the result of :func:`dispatch`; None is not remembered.
             fixed: tensors among the arguments that never change.
-            number_at: index of the argument that is replaced by ``number``.
 
         Raises:
             AssertionError: a tensor among the arguments is in neither ``tensors`` nor ``fixed``.
@@ -201,7 +199,7 @@ class Launches:
             and len({id(x) for x in tensors}) == len(tensors)
             and _aligned([x.data_ptr() for x in tensors])
         ):
-            self._repeats.put(key, _Repeat(launched, tensors, fixed, number_at))
+            self._repeats.put(key, _Repeat(launched, tensors, fixed))
 
     def __contains__(self, key: Hashable) -> bool:
         return self._repeats.get(key) is not None
@@ -213,10 +211,8 @@ class Launches:
 class _Repeat:
     """One launch whose tensors are filled in when it is repeated."""
 
-    def __init__(
-        self, launched: Launched, tensors: Sequence[Tensor], fixed: Sequence[Tensor], number_at: int | None
-    ) -> None:
-        self.compiled, self.grid, self.number_at = launched.compiled, launched.grid, number_at
+    def __init__(self, launched: Launched, tensors: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
+        self.compiled, self.grid = launched.compiled, launched.grid
         self.device: int = tensors[0].device.index
         index_of = {id(x): n for n, x in enumerate(tensors)}
         args: list[Any] = list(launched.args)
@@ -235,24 +231,22 @@ class _Repeat:
         self.args = args
         self.direct: DirectLaunch | None = None
         if DirectLaunch.possible(self.compiled):
-            self.direct = DirectLaunch(self.compiled, self.grid, args, self.plain, self.views, number_at)
+            self.direct = DirectLaunch(self.compiled, self.grid, args, self.plain, self.views)
 
-    def launch(self, tensors: Sequence[Tensor], number: int) -> bool:
+    def launch(self, tensors: Sequence[Tensor]) -> bool:
         """Launch with these tensors and return True; False, without a launch, if an address needs another kernel."""
         addresses = [x.data_ptr() for x in tensors]
         if not _aligned(addresses):
             return False
         hooks = knobs.runtime
         if self.direct is not None and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
-            self.direct(self.device, addresses, number)
+            self.direct(self.device, addresses)
             return True
         args = self.args.copy()
         for i, n in self.plain:
             args[i] = tensors[n]
         for view in self.views:
             args[view.at] = view.of(tensors[view.tensor])
-        if self.number_at is not None:
-            args[self.number_at] = number
         self.compiled[self.grid](*args)
         return True
 

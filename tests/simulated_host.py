@@ -99,8 +99,7 @@ class _Compiled(CompiledKernel):
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launched(*args: Any) -> None:
             self._run = self._run or CudaLauncher(self.host, self.kernel, args)
-            direct = direct_launch.DirectLaunch(self, grid, args, [], [], None)
-            direct(0, [], 0)
+            direct_launch.DirectLaunch(self, grid, args)(0, [])
 
         return launched
 

@@ -141,29 +141,26 @@ class View:
         self.base, self.block_shape = base, block_shape
 
 
-def launched(
-    kernel: Kernel, launches: Launches, key: object, x: torch.Tensor, y: torch.Tensor, number: int = 5, **more: Any
-) -> bool:
+def launched(kernel: Kernel, launches: Launches, key: object, x: torch.Tensor, y: torch.Tensor, **more: Any) -> bool:
     """Launch with x itself and y as the base of a view; return whether that was a repetition."""
-    if launches.again(key, (x, y), number):
+    if launches.again(key, (x, y)):
         return True
-    args = (x, number, 0.5, View(y, [1, 64]))
-    launches.remember(key, (x, y), dispatch(kernel, (3,), *args, BLOCK=64, FLAG=True), number_at=1, **more)
+    args = (x, 5, 0.5, View(y, [1, 64]))
+    launches.remember(key, (x, y), dispatch(kernel, (3,), *args, BLOCK=64, FLAG=True), **more)
     return False
 
 
-def test_a_repeated_launch_gets_the_new_tensors_and_number() -> None:
+def test_a_repeated_launch_gets_the_new_tensors() -> None:
     kernel, launches = Kernel(), Launches()
     for i in range(5):
         x, y = torch.zeros(64), torch.ones(64)
-        number = 5 + 2 * i  # of one kind
-        assert launched(kernel, launches, "a", x, y, number) == (i > 0)
+        assert launched(kernel, launches, "a", x, y) == (i > 0)
         grid, (first, second, scale, view, *values) = kernel.compiled[0].launches[-1]
         assert grid == (3, 1, 1)
         assert first is x
         assert view.base is y
         assert (type(view), view.block_shape) == (View, [1, 64])
-        assert (second, scale, values) == (number, 0.5, [64, True])
+        assert (second, scale, values) == (5, 0.5, [64, True])
     assert len(kernel.compiled) == 1
     assert len(kernel.compiled[0].launches) == 5
     assert not launched(kernel, launches, "b", x, y), "another key is another launch"
@@ -270,11 +267,11 @@ def test_a_direct_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPat
     def arguments(x: torch.Tensor, y: torch.Tensor, number: int) -> tuple[Any, ...]:
         return (x, number, 0.5, Descriptor(y), 64, True)
 
-    launches.remember("a", tensors[0], launch.Launched(first, (3, 1, 1), arguments(*tensors[0], 5)), number_at=1)
+    launches.remember("a", tensors[0], launch.Launched(first, (3, 1, 1), arguments(*tensors[0], 5)))
     encoded.clear()
     for x, y in (*tensors, *tensors):
-        assert launches.again("a", (x, y), 9)
-        CompiledKernel.__getitem__(first, (3, 1, 1))(*arguments(x, y, 9), stream=7)
+        assert launches.again("a", (x, y))
+        CompiledKernel.__getitem__(first, (3, 1, 1))(*arguments(x, y, 5), stream=7)
         direct, theirs = got[-2:]
         assert theirs[13] is x
         # Grid, stream, function, options, scratch memory, metadata; what is for profilers only is left out.

@@ -42,7 +42,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..contract import Block, CompletionCounts, Delivery, Keys, Queries, Score, int32
-from ..launch import CLUSTERS, Launches, dispatch, on_device
+from ..launch import CLUSTERS, dispatch, on_device
 from ..long_sums import LEAST_HEADS
 from ..triton.begin import Statistics, begin_backward, lse_of_kernels
 from ..triton.rounding import sum_parts
@@ -192,7 +192,6 @@ def launch(
     if split.parts > 1 and not split.apart:
         tiles = tile_scheduler.tiles_of_head(block, tile_scheduler.keys_per_tile(q))
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
-    launches = block.memo.once("hopper backward", Launches)
     changes = scores.Changes.of(score, q)
     statistics = _empty_statistics(q, score)
     rows = statistics.lse
@@ -201,25 +200,13 @@ def launch(
         q, k, v, dout, rows, statistics.minus_delta, dq, dk, dv, *last, flags, timed_out, turns, counters,
         changes.slopes, work_counter(q.device) if q.shape[-1] in PERSISTENT and not deterministic else None, sums,
     )  # fmt: skip
-    key = (
-        split, score.softmax_scale, score.softcap, changes.slopes_stride, changes.slopes is None, q.dtype, q.shape,
-        q.stride(), k.shape, k.stride(), v.shape, v.stride(), dout.dtype, dout.stride(), dq.stride(), dk.stride(),
-        complete, flags is None, None if counters is None else counters.shape[1], deterministic,
-    )  # fmt: skip
-    tensors = [x for x in operands if x is not None]
     # Nothing comes between the two launches, tables least of all: the second one begins before the first one has ended.
-    new = None if key in launches else _arguments(operands, block, score, changes, split, epoch)
+    kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
     if outputs is None:
-        _fill(statistics, queries, launches)
+        _fill(statistics, queries)
     else:
         begin_backward(queries._replace(dout=dout), outputs, dq, statistics)
-    if not launches.again(key, tensors, epoch):
-        kernel, grid, args, constants = new or _arguments(operands, block, score, changes, split, epoch)
-        launched = dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
-        fixed = _tables(operands, block, split)
-        if changes.slopes is not None:
-            fixed += _positions(q, block)
-        launches.remember(key, tensors, launched, fixed, None if flags is None else kernel.arg_names.index("epoch"))
+    dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
     return (dk, dv) if last[0] is None else last  # type: ignore[return-value]
 
 
@@ -232,16 +219,12 @@ def _empty_statistics(q: Tensor, score: Score) -> Statistics:
     return Statistics(padded, negated, math.log2(fold) if fold else 0.0)
 
 
-def _fill(statistics: Statistics, queries: Queries, launches: Launches) -> None:
+def _fill(statistics: Statistics, queries: Queries) -> None:
     """Fill statistics where delta is there already."""
     padded, negated, shift = statistics
     seq_q, (rows, height) = queries.q.shape[1], padded.shape
-    key = ("statistics", queries.q.shape, shift)
-    tensors = [queries.lse.contiguous(), queries.delta.contiguous(), padded, negated]
-    if not launches.again(key, tensors):
-        q_tiles = -(-seq_q // height)
-        launched = dispatch(_row_statistics, (rows,), *tensors, seq_q, q_tiles, shift, ROWS=height, num_warps=2)
-        launches.remember(key, tensors, launched)
+    tensors = queries.lse.contiguous(), queries.delta.contiguous(), padded, negated
+    dispatch(_row_statistics, (rows,), *tensors, seq_q, -(-seq_q // height), shift, ROWS=height, num_warps=2)
 
 
 def _empty_gradients(k: Tensor, v: Tensor, split: Split, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

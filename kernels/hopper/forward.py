@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
 from ..contract import PERIOD, Block, Keys, Result, Score, int32
-from ..launch import CLUSTERS, Launches, dispatch, on_device
+from ..launch import CLUSTERS, dispatch, on_device
 from . import alibi_product, forward_d512, forward_kernel, limits
 from .forward_kernel import COUNTERS_AT, ROWS
 from .scores import Changes, padded_positions
@@ -143,44 +143,14 @@ class _Operands(NamedTuple):
 
 
 def _run(x: _Operands, score: Score, config: Config) -> None:
-    """Launch the kernel, again if a launch with such tensors has been remembered."""
-    q, (k, v, block, ready), sink, state, outputs, finalize = x
+    """Launch the kernel."""
+    q, v, block = x.q, x.keys.v, x.keys.block
     changes = Changes.of(score, q)
-    own = None if ready is None else ready.own
-    own_strides = () if own is None else (own.k.shape, own.k.stride(), own.v.stride())
-    key = (
-        q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), state is None, sink is None,
-        finalize, ready is None, *own_strides, changes.scale, changes.inner, changes.slopes_stride,
-        changes.slopes is None,
-    )  # fmt: skip
-    launches = block.memo.once("hopper forward", Launches)
     with on_device(q):
         counter, division, sums = _divided(q, v, block, config)
-        tensors = [q, k, v, *(outputs[:2] if finalize else outputs), counter]
-        if sums is not None:
-            tensors.append(sums)
-        tensors += [t for t in (sink, changes.slopes) if t is not None]
-        tensors += [t for t in state or () if not any(t is y for y in outputs)]
-        epoch = 0
-        if ready is not None:
-            tensors += [ready.flags, ready.timed_out]
-            epoch = int32(ready.epoch)
-        if own is not None:
-            tensors += own[:2]
-        if not launches.again(key, tensors, epoch):
-            kernel = forward_kernel.kernel if config.ctas == 1 else forward_d512.kernel
-            grid, args, constants = _launch(x, changes, config, counter, division, sums)
-            launched = dispatch(
-                kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter), **constants
-            )
-            if not block.period:  # otherwise each launch allocates memory of its own, and takes long
-                fixed: tuple[Tensor, ...] = query_tile_table(block, config.block_m, config.block_n, q.device)
-                if changes.slopes is not None:
-                    fixed += tuple(t for t in _positions(q, block, config, changes) if t is not None)
-                if own is not None:
-                    fixed += (own.places(block, own.k.device),)
-                number_at = None if ready is None else kernel.arg_names.index("epoch")
-                launches.remember(key, tensors, launched, fixed, number_at)
+        kernel = forward_kernel.kernel if config.ctas == 1 else forward_d512.kernel
+        grid, args, constants = _launch(x, changes, config, counter, division, sums)
+        dispatch(kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter), **constants)
 
 
 def _divided(q: Tensor, v: Tensor, block: Block, config: Config) -> tuple[Tensor, Division | None, Tensor | None]:

@@ -12,13 +12,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..contract import Outputs, Queries
-from ..launch import Launches, dispatch, on_device
+from ..launch import dispatch, on_device
 from .primitives import INTERPRETED, LOG2E
 from .strides import elements, stride_unit, strides_in
 
 _ROWS = 32
-
-_launches = Launches()
 
 
 class Statistics(NamedTuple):
@@ -59,24 +57,16 @@ def _launch(
         return
     dlse = None if dlse is None else dlse.float().contiguous()
     padded, minus_delta, shift = (None, None, 0.0) if statistics is None else statistics
-    tensors = [x for x in (out, dout, dlse, delta, dq, lse, padded, minus_delta) if x is not None]
-    key = (
-        out.device, out.dtype, dout.dtype, out.shape, out.stride(), dout.stride(), delta.stride(), dlse is None,
-        None if dq is None else (dq.shape[3], dq.stride()), None if padded is None else (padded.shape, shift),
-    )  # fmt: skip
     with on_device(out):
-        if _launches.again(key, tensors):
-            return
         rows = seq if padded is None else padded.numel() // (batch * heads)
         tiles, unit = triton.cdiv(rows, _ROWS), stride_unit(out, dout, dq)
         dim, dq_d = (1, 1) if dq is None else (dq.shape[3], dq.stride(3))
-        launched = dispatch(
+        dispatch(
             _begin, (tiles * heads * batch,), out, *strides_in(unit, out), out.stride(3), dout,
             *strides_in(unit, dout), dout.stride(3), dlse, delta, *delta.stride()[:2], dq, *strides_in(unit, dq), dq_d,
             lse, padded, minus_delta, shift, seq, rows, heads, tiles, dim_v, dim,
             DIM_V_P2=triton.next_power_of_2(dim_v), DIM_P2=triton.next_power_of_2(dim), ROWS=_ROWS, UNIT=unit,
         )  # fmt: skip
-        _launches.remember(key, tensors, launched)
 
 
 @triton.jit

@@ -13,15 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import Launches, dispatch, on_device
+from ..kernels.launch import dispatch, on_device
 from ..kernels.triton.primitives import bound
 from ..kernels.triton.strides import elements, stride_unit, strides_in
 from ..kernels.upload import upload
 from .tile_lists import tile_lists
 
 _TOKENS = 32
-
-_launches = Launches()
 
 
 class RunTable(NamedTuple):
@@ -70,18 +68,13 @@ def pack_rows(k: Tensor, v: Tensor, into: Tensor, table: RunTable) -> None:
     if not k.numel() or not into.numel():
         return
     places, tiles = into.shape[2], table.edges.shape[0] - 1
-    key = (k.device, k.dtype, v.dtype, k.shape, k.stride(), v.shape, v.stride(), places, tiles)
-    tensors = [k, v, into, *table]
     with on_device(k):
-        if _launches.again(key, tensors):
-            return
         unit = stride_unit(k, v)
-        launched = dispatch(
+        dispatch(
             _pack_rows, (heads * tiles * batch,), k, *strides_in(unit, k),
             v, *strides_in(unit, v), into, *table, tokens, tiles, heads, places, dim, v.shape[3],
             DIM=triton.next_power_of_2(dim), DIM_V=triton.next_power_of_2(v.shape[3]), TOKENS=_TOKENS, UNIT=unit,
         )  # fmt: skip
-        _launches.remember(key, tensors, launched)
 
 
 @triton.jit(do_not_specialize=["k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "tokens", "tiles", "heads", "places"])

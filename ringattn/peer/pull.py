@@ -169,12 +169,9 @@ class FetchBuffers:
         return run_table(own, self.tokens, self.device, gaps(self.runs))
 
     def of_wave(self, wave: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the key heads of a wave of this rank's keys and values, two tensors even if they are one: launches are
-        repeated for two (:meth:`ringattn.kernels.launch.Launches.remember`)."""
-        k, v = kv
-        if len(self.waves) == 1 and k is not v:
-            return kv
-        return k[:, :, self.waves[wave]], v[:, :, self.waves[wave]]
+        """Return the key heads of a wave of this rank's keys and values."""
+        heads, (k, v) = self.waves[wave], kv
+        return kv if len(self.waves) == 1 else (k[:, :, heads], v[:, :, heads])
 
     def chunks(self, wave: int, groups: Sequence[slice]) -> list[_Chunk]:
         """Return the chunks of a wave in the order of the attention: groups of heads inside the wave, batch elements,

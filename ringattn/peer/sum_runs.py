@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.launch import Launches, dispatch, on_device
+from ..kernels.launch import dispatch, on_device
 from ..kernels.triton.primitives import bound
 from ..kernels.triton.strides import elements, stride_unit, strides_in
 from ..kernels.upload import upload
 from .tile_lists import tile_lists
 
 TOKENS = 16  # of a tile
-
-_launches = Launches()
 
 
 class Piece(NamedTuple):
@@ -68,18 +66,13 @@ def sum_runs(table: SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tenso
     batch, tokens, heads, dim = dk.shape
     if not dk.numel():
         return
-    key = (dk.device, own.dtype, landed.dtype, dk.dtype, dk.shape, dk.stride(), dv.shape, dv.stride())
-    tensors = (*table, own, landed, dk, dv)
     with on_device(dk):
-        if _launches.again(key, tensors):
-            return
         unit = stride_unit(dk, dv)
-        launched = dispatch(
+        dispatch(
             _sum_runs, (triton.cdiv(tokens, TOKENS) * batch * heads,), *table, own, landed,
             dk, *strides_in(unit, dk), dv, *strides_in(unit, dv), tokens, heads, dim,
             dv.shape[3], WIDTH=triton.next_power_of_2(dim + dv.shape[3]), TOKENS=TOKENS, UNIT=unit,
         )  # fmt: skip
-        _launches.remember(key, tensors, launched)
 
 
 @triton.jit(do_not_specialize=["dk_b", "dk_s", "dk_h", "dv_b", "dv_s", "dv_h", "tokens", "heads"])
