@@ -10,8 +10,8 @@ that vary with them, and the variants that other documents need (without a carri
 with the first one, as ``variants`` of its launch.
 
 Even that is slow for a launch that repeats with tensors of the same shapes. In a call that is recorded it is written
-into the program (:mod:`..program`); for kernels of decoding :class:`Launches` keeps all arguments of a launch except the
-tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
+into the program (:mod:`..program`); for kernels of decoding :class:`Launches` keeps all arguments of a launch except
+the tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
 """
 
 from __future__ import annotations
