@@ -28,6 +28,7 @@ CASES = {
     "documents": (dict(causal=True, cu_seqlens=[0, 100, 700]), 1024, (8, 1)),
     "full, waves": (dict(buffer_bytes=6 << 20), 1024, (8, 8)),
     "window": (dict(causal=True, window_size=(300, 0)), 1024, (4, 1)),
+    "scores": (dict(causal=True), 1024, (8, 2)),
     "counted gradients": (dict(causal=True), 4096, (32, 8)),
 }
 
@@ -60,8 +61,14 @@ def host_of(
         arguments["cu_seqlens"] = [*arguments["cu_seqlens"], tokens * ranks]
     host = Host(monkeypatch, tokens * ranks, ranks=ranks, **arguments)
 
+    scores: dict[str, Any] = {}
+    if name == "scores":
+        slopes, sink = torch.rand(heads[0]), torch.randn(heads[0], dtype=torch.bfloat16)
+        scores = dict(softcap=20.0, alibi_slopes=slopes, sink=sink.requires_grad_())
+
     def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-        torch.autograd.grad(ringattn.attention(q, k, v, host.plan, kernel="hopper"), (q, k, v), dout)
+        out = ringattn.attention(q, k, v, host.plan, kernel="hopper", **scores)
+        torch.autograd.grad(out, (q, k, v, *[x for x in (scores.get("sink"),) if x is not None]), dout)
 
     def inputs() -> list[Tensor]:
         q, k, v = host.tensors(*heads, 128)

@@ -181,7 +181,8 @@ CASES = {
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("case", CASES)
 def test_a_repeated_call_on_a_gpu_is_the_eager_one(case: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward bit for bit; dq within what the order of its sums, which no two runs share, may change."""
+    """The forward bit for bit; dq, and gradients of keys that a walk repeats, within what the order of their sums, which
+    no two runs share, may change."""
     plan = ringattn.plan(1000, **CASES[case])
     eager, before = monkeypatch.context, len(plan.programs._kept._kept)
     for i in range(5):
@@ -200,7 +201,7 @@ def test_a_repeated_call_on_a_gpu_is_the_eager_one(case: str, head_dim: int, mon
                 out, lse = ringattn.attention(q, k, v, plan, return_lse=True, softcap=20.0 * (head_dim == 64))
                 results.append((out, lse, *torch.autograd.grad([out, lse], (q, k, v), [dout, dlse])))
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
-            if name == "dq":
+            if name == "dq" or (case.startswith("sinks") and name in ("dk", "dv")):  # sums in any order
                 assert (x - y).float().norm() <= 4e-3 * y.float().norm()
             else:
                 assert torch.equal(x, y), (i, name)
