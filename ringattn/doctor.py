@@ -3,4 +3,6 @@
 from .tools.doctor import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from .tools.terminal import run
+
+    raise SystemExit(run(main))

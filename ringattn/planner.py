@@ -7,4 +7,6 @@ from .tools.planner.command import main
 __all__ = ["main", "memory", "models"]
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from .tools.terminal import run
+
+    raise SystemExit(run(main))

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from ringattn.tools import commands, terminal
-from ringattn.tools.terminal import Parser, table
+from ringattn.tools.terminal import Parser, run, table
 from scripts import ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,3 +142,23 @@ def test_a_table_has_columns_as_wide_as_their_widest_entry(left: int) -> None:
         assert line[13:18] == (x.ljust(5) if left > 1 else x.rjust(5))[: len(line) - 13]
         assert line[0] == " " or left > 0 or len(name) == 11
     assert terminal.table(["only", "heads"], []) == ["only  heads"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"), [(KeyboardInterrupt, 130, "\nstopped\n"), (BrokenPipeError, 141, "")]
+)
+def test_a_command_that_is_stopped_is_quiet(
+    error: type[BaseException],
+    status: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal.os, "dup2", lambda *files: None)
+
+    def stopped() -> int:
+        raise error
+
+    assert run(stopped) == status
+    assert capsys.readouterr().err == says
+    assert run(lambda: 3) == 3

@@ -210,7 +210,7 @@ def test_describe_says_why() -> None:
     for name in ("ring", "reduce"):
         assert f"{name} {plan.choice.of(name).ms:.2f} ms" in text
         assert f"  {name}: attention " in text
-    assert "32/8 heads of 128, 2 bytes; costs: defaults" in text
+    assert "one layer, 2 bytes; costs: defaults" in text
     named = plan_function(4 * 8192, gpus(4), causal=True, layout="zigzag", dataflow="ring")
     assert "auto" not in named.describe()
 

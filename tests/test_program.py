@@ -181,8 +181,8 @@ CASES = {
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("case", CASES)
 def test_a_repeated_call_on_a_gpu_is_the_eager_one(case: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward bit for bit; dq, and gradients of keys that a walk repeats, within what the order of their sums, which
-    no two runs share, may change."""
+    """The forward bit for bit; dq, and gradients of keys that a walk repeats, within what the order of their sums may
+    change, which no two runs share."""
     plan = ringattn.plan(1000, **CASES[case])
     eager, before = monkeypatch.context, len(plan.programs._kept._kept)
     for i in range(5):

@@ -106,13 +106,11 @@ class Choice:
     def __str__(self) -> str:
         first, *others = self.candidates
         against = "; ".join(f"{c.dataflow} {c.ms:.2f} ms" if math.isfinite(c.ms) else c.why for c in others)
-        lines = [f"auto chose {first.dataflow}: {first.ms:.2f} ms; {against} ({self.note})"]
-        lines += [f"  {c.dataflow}: {c.why}" for c in self.candidates if math.isfinite(c.ms)]
         s = Shape()
-        lines.append(
-            f"  modelled forward + backward of one layer with {s.q_heads}/{s.kv_heads} heads of {s.head_dim}, "
-            f"{s.itemsize} bytes; costs: {self.source}"
-        )
+        heads = f"{s.q_heads}/{s.kv_heads} heads of {s.head_dim}"  # of any model: a plan is made before its tensors are
+        lines = [f"auto chose {first.dataflow}: {first.ms:.2f} ms for {heads}; {against} ({self.note})"]
+        lines += [f"  {c.dataflow}: {c.why}" for c in self.candidates if math.isfinite(c.ms)]
+        lines.append(f"  modelled forward + backward of one layer, {s.itemsize} bytes; costs: {self.source}")
         return "\n".join(lines)
 
 

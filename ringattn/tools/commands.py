@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
+from .terminal import run
+
 COMMANDS = {
     "doctor": ("doctor", "check this machine: about 20 seconds, with GPUs 40, the first time 90"),
     "plan": ("planner.command", "predict time and memory of training or generation: some seconds, no GPU"),
@@ -22,5 +24,5 @@ def main(argv: list[str] | None = None) -> int:
         for name, (_, text) in COMMANDS.items():
             commands.add_parser(name, help=text)
         parser.parse_args(words)  # prints and exits
-    run: Callable[[list[str], str], int] = import_module(f".{COMMANDS[words[0]][0]}", __package__).main
-    return run(words[1:], f"ringattn {words[0]}")
+    command: Callable[[list[str], str], int] = import_module(f".{COMMANDS[words[0]][0]}", __package__).main
+    return run(lambda: command(words[1:], f"ringattn {words[0]}"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -32,6 +34,20 @@ class Parser(argparse.ArgumentParser):
         if options.get("default") not in (None, False, []):
             options.setdefault("help", "default: %(default)s")  # argparse shows no default of options without a text
         return super().add_argument(*names, **options)
+
+
+def run(main: Callable[[], int]) -> int:
+    """Return the exit status of a command: quietly 130 after Ctrl-C, and 141 if nobody reads its output any more."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is written when the interpreter ends
+        return 141
+    return status
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

@@ -296,10 +296,12 @@ def _step(model: Any, local: dict[str, Any], plan: Plan) -> Tensor:
     else:
         names = inspect.signature(model.forward).parameters
         given = {name: x for name, x in local.items() if name in names}
+        own = dict(plan=plan) if "plan" in names else {}
         if given:
-            outputs = model(**given)
+            outputs = model(**given, **own)
         else:
-            outputs = model(*[local[name] for name in ("input_ids", "position_ids")][: len(names)])
+            tokens = [local[name] for name in ("input_ids", "position_ids")]
+            outputs = model(*tokens[: len(names) - len(own)], **own)
     loss = getattr(outputs, "loss", None)
     outputs = outputs if loss is None else loss
     if not isinstance(outputs, Tensor):
