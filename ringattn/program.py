@@ -73,7 +73,10 @@ class recorded(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         recorder = current()
-        return self.function(*args, **kwargs) if recorder is None else recorder.call(self, args)
+        if recorder is None:
+            return self.function(*args, **kwargs)
+        assert not kwargs, "a step is written with its arguments in their order"
+        return recorder.call(self, args)
 
     @overload
     def __get__(self, instance: None, owner: type) -> recorded[P, R]: ...
@@ -125,11 +128,11 @@ class Programs:
             state: see :attr:`.peer.link.Link.state`; each has a program of its own. The first call after memory was
                 replaced makes tables, and is not recorded.
         """
-        program = self._kept.get((key, state))
+        program, addresses = self._kept.get((key, state)), [x.data_ptr() for x in inputs if x is not None]
+        if any([address % ALIGNED for address in addresses]):
+            return function(*inputs)
         if type(program) is Program:
-            addresses = [x.data_ptr() for x in inputs if x is not None]
-            aligned = not any([address % ALIGNED for address in addresses])
-            return program.run(*inputs, *addresses) if aligned and not program.observed() else function(*inputs)
+            return function(*inputs) if program.observed() else program.run(*inputs, *addresses)
         called = key, "memory", state // 2
         if self._kept.get(called) is None:
             self._kept.put(called, True)
