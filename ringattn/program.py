@@ -165,9 +165,9 @@ def record(function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tup
     try:
         with recorder:
             result = function(*recorder.inputs)
+        return result, recorder.program(result)
     finally:
         _active.recorder = None
-    return result, recorder.program(result)
 
 
 class Source:

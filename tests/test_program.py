@@ -101,6 +101,7 @@ def test_memory_is_freed_where_the_call_frees_it() -> None:
         lambda x: (x * float(x.sum()),),  # what the host reads
         lambda x: (x.view(torch.int32).float() + 1, torch.empty(4).view(torch.int32).fill_(3)),
         lambda x: (torch.ones(3), KEPT),
+        lambda x: (torch.ones(3).view(torch.int32),),
     ],
 )
 def test_what_cannot_be_repeated_is_not_recorded(function: Any) -> None:
