@@ -152,7 +152,7 @@ def decode(
     except Exception as error:
         transport.refuse("decode()", error)
         raise
-    transport.begin("decode()", details=f"layer={layer}, {details}")
+    transport.begin("decode()", details=f"layer={layer}, {details}, {step.history}")
     step.compare(q, layer)
     try:
         with torch.no_grad(), no_autocast(q):  # the state is float32, whatever the caller's region says

@@ -14,6 +14,7 @@ references: a fork shares all of them, and a page that is written gets a copy of
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,13 +103,18 @@ class Slots:
         world_size, page_size: of the cache.
         kinds: of its layers.
         pools: ``pools[kind][rank]``.
+        history: 32 bits, of all that was asked for, by which ranks that were once asked for different things differ.
     """
 
     def __init__(self, world_size: int, page_size: int, kinds: Sequence[Kind]) -> None:
         self.world_size, self.page_size, self.kinds = world_size, page_size, tuple(kinds)
         self.pools = [[Pages(kind.pages) for _ in range(world_size)] for kind in kinds]
         self._sequences: dict[int, Record] = {}
-        self._next = 0
+        self._next = self.history = 0
+
+    def note(self, *what: object) -> None:
+        """Note what was asked for."""
+        self.history = zlib.crc32(repr(what).encode(), self.history)
 
     def __getitem__(self, number: int) -> Record:
         """Return a sequence.
@@ -135,6 +141,7 @@ class Slots:
         home = number % self.world_size
         self._sequences[number] = Record(number, [Tokens() for _ in ranks], pages, passed, home, 0, zeros)
         self._next += 1
+        self.note("add")
         return number
 
     def fork(self, number: int) -> tuple[int, list[Copy]]:
@@ -164,6 +171,7 @@ class Slots:
                 pool.share(table)
                 if rank in reserved:
                     copies.append(self._copied(kind, rank, table, len(table) - 1))
+        self.note("fork", number)
         return new.number, copies
 
     def free(self, number: int) -> None:
@@ -173,6 +181,7 @@ class Slots:
             for pool, table in zip(pools, tables, strict=True):
                 pool.release(table)
         del self._sequences[number]
+        self.note("free", number)
 
     def check_extend(self, number: int, shards: Sequence[Shard]) -> None:
         """Raise CacheFull if there is no room for :meth:`extend`."""
@@ -191,6 +200,7 @@ class Slots:
         copies = self._make_room(self._chunk(sequence, shards))
         for tokens, shard in zip(sequence.tokens, shards, strict=True):
             tokens.append(shard)
+        self.note("extend", number, sequence.length)
         return copies
 
     def step(self, numbers: Sequence[int], new: int) -> tuple[list[Row], list[Copy]]:
@@ -208,6 +218,7 @@ class Slots:
         copies = self._make_room(growths)
         for row in rows:
             self.count(row, new)
+        self.note("step", *numbers, new)
         return rows, copies
 
     def row(self, number: int) -> Row:
@@ -302,6 +313,7 @@ class Slots:
         sequence.passed = [list(map(min, passed, map(len, tables)))
                            for passed, tables in zip(sequence.passed, sequence.pages, strict=True)]  # fmt: skip
         sequence.turn_tokens, sequence.reserved = 0, [0] * self.world_size
+        self.note("cut", number, length)
 
     def physical(self, kind: int, rank: int, number: int, slots: range) -> Placed:
         """Return where some slots are in a rank's pool."""

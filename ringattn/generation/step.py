@@ -143,6 +143,7 @@ class Step:
         self._move(paths)
         for row in self._rows.values():
             self._slots.count(row, len(paths[row.sequence]))
+        self._slots.note("keep", paths)
         self.refuse("the step was kept: its tokens are in the cache; make the next one with cache.step()")
 
     @on_the_host
@@ -187,6 +188,12 @@ class Step:
         if self._problem and not self._outdated:
             return
         self._problem, self._outdated = problem, outdated
+
+    @property
+    def history(self) -> str:
+        """All sequences that were added, forked, freed, cut, extended and kept before, in their order, as a digest: a
+        rank that has done other things is noticed by those of its host in its next call."""
+        return f"history of the cache={self._slots.history:08x}"
 
     def compare(self, q: Tensor, layer: int) -> None:
         """In checking mode (``RINGATTN_CHECK=1``) compare the cache's tables, the layer and q across ranks, waiting for
