@@ -381,12 +381,12 @@ def test_ranks_that_have_done_other_things_to_the_cache_begin_other_calls(change
         rank = virtual.VirtualRank(0, 1)
         rank.begin = lambda *args, **given: begun.append(given.get("details", ""))  # type: ignore[method-assign]
         cache = ringattn.KVCache(layers=1, kv_heads=1, head_dim=8, tokens=999, dtype=torch.float32, group=rank)
-        first, second = cache.add(), cache.add()
+        first, second, third = cache.add(), cache.add(), cache.add()
         x = torch.zeros(2, 1, 1, 8)
         for turn in range(3):
             numbers = [second, first] if odd and turn and change == "order" else [first, second]
             if odd and turn == 1 and change in ("free", "cut", "add", "fork"):
-                {"free": lambda: cache.free(cache.add()), "cut": lambda: cache.crop(first, 0), "add": cache.add,
+                {"free": lambda: cache.free(third), "cut": lambda: cache.crop(first, 0), "add": cache.add,
                  "fork": lambda: cache.fork(first)}[change]()  # fmt: skip
             step = cache.step(numbers)
             ringattn.decode(x, x, x, step, layer=0)

@@ -46,6 +46,11 @@ class DecodingStep(Protocol):
     batch: int
     new_tokens: int
 
+    @property
+    def history(self) -> str:
+        """What the cache was asked for before, which ranks compare."""
+        ...
+
     def layer(self, layer: int) -> LayerStep:
         """Return what this layer needs; raise for a layer out of range, and for a step that can no longer be used."""
         ...
