@@ -125,6 +125,10 @@ class Caches:
     layers: int = 0
     pools: list[Pool] = field(default_factory=list)
 
+    @property
+    def history(self) -> str:
+        return "tables made at once"
+
     def __post_init__(self) -> None:
         p, rank, world = self.problem, self.transport.rank, self.transport.world_size
         self.batch, self.new_tokens = len(p.lengths), p.new
