@@ -226,7 +226,7 @@ ELSEWHERE |= {f"Plan.{name}" for name in (
     "agree_again", "begin", "begin_again", "between_nodes", "block", "check_agreement", "is_agreed", "make_block",
     "note_split", "once", "refuse", "result_of", "steps",
 )}  # fmt: skip
-ELSEWHERE |= {f"Step.{name}" for name in ("compare", "layer", "refuse")}
+ELSEWHERE |= {f"Step.{name}" for name in ("compare", "history", "layer", "refuse")}
 ELSEWHERE |= {f"mask.Mask.{name}" for name in (
     "check", "digest", "edges", "is_union", "max_keys_per_query", "members", "offset", "rows", "seen",
 )}  # fmt: skip
