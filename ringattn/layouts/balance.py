@@ -418,7 +418,7 @@ class _Search:
                 fetched = max(fetched, piece.first)
             else:
                 fetched += piece.first + part.last
-        return self._sum(tiles, 1000 * fetched // (self.row.work.rows * self.tokens), choice)
+        return self._sum(tiles, 1000 * fetched // max(1, self.row.work.rows * self.tokens), choice)
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
