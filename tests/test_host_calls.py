@@ -124,6 +124,24 @@ def test_a_replay_asks_for_the_same(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert all(len(others) == 1 for table in (there, back) for others in table.values())
 
 
+@pytest.mark.parametrize("head_dim", [80, 320])
+def test_a_replay_launches_all_kernels_of_portable_triton(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    host, _, _ = host_of(monkeypatch, "causal", 1)
+
+    def launched() -> list[str]:
+        host.log.clear()
+        q, k, v = host.tensors(8, 2, head_dim)
+        out = ringattn.attention(q, k, v, host.plan, kernel="triton")
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        return [entry[1] for entry in host.log if entry[0] == "launch"]
+
+    with torch.autograd.set_multithreading_enabled(False):
+        eager, *_, replayed = [launched() for _ in range(4)]
+    assert "_base2" in eager
+    assert replayed == eager
+    assert sum(type(x) is Program for x in host.plan.programs._kept._kept.values()) == 2
+
+
 @pytest.mark.parametrize(("ranks", "forward", "whole"), [(1, 90, 260), (2, 110, 290)])
 @pytest.mark.parametrize("name", ["causal", "documents", "counted gradients"])
 def test_a_repeated_call_makes_few_calls(

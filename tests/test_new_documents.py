@@ -254,13 +254,6 @@ def test_upload_does_not_wait() -> None:
 # --- compilation -------------------------------------------------------------------------------------------------
 
 
-class Ignored:
-    """A stand-in for a kernel that is launched directly."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
 def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     """Return how many kernels the first of some batches of other documents and lengths compiles and how many the
     others, by what Triton specializes for. Runs without the interpreter, whose kernels do not say what that is."""
@@ -285,9 +278,8 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
             keys.add(launch._key(kernel, cpu, changed, {n: changes.get(n, x) for n, x in constants.items()}))
 
     modules: Any = (hopper_backward, hopper_forward, triton_backward, triton_forward, begin, pack_rows, sum_runs)
-    for module in modules:
+    for module in (*modules, backward_inputs):
         module.dispatch = note
-    backward_inputs._base2 = Ignored()
     for module in (hopper_backward, hopper_forward):
         module.work_counter = lambda *how: torch.zeros(1, dtype=torch.int32)
     # Query tiles that all have as many key tiles, as in a ring of two ranks that share one document, may have a kernel

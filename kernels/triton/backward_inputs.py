@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..contract import Block, Keys, Queries, Score
+from ..launch import dispatch, on_device
 from . import primitives
 from .primitives import LOG2E
 
@@ -34,8 +35,8 @@ class Inputs(NamedTuple):
         q, k, v, dout = (primitives.last_contiguous(x) for x in (q, k, v, dout.to(q.dtype)))
         lse2 = torch.empty_like(lse, memory_format=torch.contiguous_format)
         lse, delta = lse.contiguous(), delta.contiguous()
-        with torch.cuda.device_of(q):
-            _base2[(triton.cdiv(lse.numel(), 1024),)](lse, lse2, lse.numel(), BLOCK=1024)
+        with on_device(q):
+            dispatch(_base2, (triton.cdiv(lse.numel(), 1024),), lse, lse2, lse.numel(), BLOCK=1024)
         return cls(q, k, v, dout, lse2, delta, block, score)
 
     @property
