@@ -78,11 +78,13 @@ def dispatch(
     cached = _compiled.get(_key(kernel, device, args, constants))
     if cached is None:
         if isinstance(kernel, InterpretedFunction):
+            program.not_repeatable("an interpreted kernel")
             kernel[grid](*args, enable_fp_fusion=True, **constants)
             return None
         others = variants() if variants is not None else ()
         cached = _compile(kernel, device, grid, args, constants, others, cluster)
         if cached is None:  # as Triton launches nothing then
+            program.not_repeatable("a kernel that is not compiled")
             return None
     compiled, values = cached
     compiled[grid](*args, *values)
