@@ -57,7 +57,7 @@ def signature(tensors: Sequence[Tensor | None], *values: object) -> Signature:
     if not _is_plain_eager(*tensors) or not _VALUES.issuperset(map(type, values)):
         return None
     some = [x for x in tensors if x is not None]
-    if torch.is_autocast_enabled(some[0].device.type):
+    if not some or torch.is_autocast_enabled(some[0].device.type):
         return None
     where = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
     return (*where, *values, torch.is_grad_enabled(), *[x.requires_grad for x in some[3:]])
@@ -275,12 +275,12 @@ def _repeated(plan: Plan, known: Hashable, function: Callable[..., Any], *tensor
 
 
 def _stream_of(x: Tensor | None) -> Hashable:
-    """Return the current stream of the GPU of x, and whether that is the current one; None on the CPU and in the
-    capture of a graph."""
+    """Return the current stream of the GPU of x; None on the CPU, on a GPU that is not the current one, which a program
+    would have to switch to, and in the capture of a graph."""
     if x is None or not x.is_cuda or torch.cuda.is_current_stream_capturing():
         return None
-    index = x.get_device()
-    return torch._C._cuda_getCurrentRawStream(index), index == torch._C._cuda_getDevice()
+    index: int = x.get_device()
+    return torch._C._cuda_getCurrentRawStream(index) if index == torch._C._cuda_getDevice() else None
 
 
 def _forward_max(*inputs):  # type: ignore[no-untyped-def]
