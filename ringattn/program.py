@@ -119,23 +119,26 @@ class Programs:
 
     def __init__(self) -> None:
         self._kept: Memo[Any] = Memo(SIGNATURES)
+        self._memory = 0  # of the state for which they were recorded
 
     def run(self, key: Hashable, state: int, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
         """Return ``function(*inputs)``, a tuple of tensors: the first time eagerly, then recorded, later replayed.
 
         Args:
             key: everything that the call depends on but the addresses of its tensors and ``state``.
-            state: see :attr:`.peer.link.Link.state`; each has a program of its own. The first call after memory was
-                replaced makes tables, and is not recorded.
+            state: see :attr:`.peer.link.Link.state`; each has a program of its own. After memory was replaced the old
+                programs go, which keep the old memory. The first call then makes tables, and is not recorded.
         """
+        if state // 2 != self._memory:
+            self._memory = state // 2
+            self._kept.clear()
         program, addresses = self._kept.get((key, state)), [x.data_ptr() for x in inputs if x is not None]
         if any([address % ALIGNED for address in addresses]):
             return function(*inputs)
         if type(program) is Program:
             return function(*inputs) if program.observed() else program.run(*inputs, *addresses)
-        called = key, "memory", state // 2
-        if self._kept.get(called) is None:
-            self._kept.put(called, True)
+        if self._kept.get(key) is None:
+            self._kept.put(key, True)
         elif program is None and not torch._C._len_torch_dispatch_stack():
             result, made = record(function, inputs)
             self._kept.put((key, state), made)
@@ -202,6 +205,8 @@ class Source:
             return self.number(x)
         if isinstance(x, (list, tuple)) and type(x) in (list, tuple) and any(map(self.changes, x)):
             return f"[{', '.join(map(self.value, x))}]"
+        if not isinstance(x, Tensor) and self.changes(x):
+            not_repeatable(f"an argument of type {type(x).__name__} has tensors")
         place = self.place(x) if isinstance(x, Tensor) else None
         if place is None:
             return self.name(x)
@@ -287,7 +292,8 @@ class _Recorder(TorchDispatchMode):
         space = dict(source.names, empty=torch.empty_strided)
         exec(compile(text, "<program>", "exec"), space)  # noqa: S102 - names and numbers that are made here
         listeners = list(dict.fromkeys(source.listeners))
-        return Program(space["run"], text, lambda: any([listens() for listens in listeners]))
+        run = space.pop("run")  # its globals; with itself among them they would go with a collection of cycles only
+        return Program(run, text, lambda: any([listens() for listens in listeners]))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import re
 import weakref
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -112,6 +115,101 @@ def test_what_cannot_be_repeated_is_not_recorded(function: Any) -> None:
 KEPT = torch.ones(2)
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    number: int
+
+
+def test_steps_whose_arguments_hide_tensors_are_not_recorded() -> None:
+    @recorded
+    def look(pair: Pair) -> None:
+        pair.x.clone()
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        look(Pair(x, 3))
+        return (x + 1,)
+
+    assert isinstance(record(call, (torch.ones(4),))[1], str)
+
+
+def test_what_a_program_keeps_goes_with_it_at_once() -> None:
+    """Not with the next collection of cycles: it may be a large buffer of a GPU."""
+    table = torch.arange(4.0)
+    _, made = record(lambda x, table=table: (x + table,), (torch.zeros(4),))
+    assert isinstance(made, Program)
+    kept = weakref.ref(table)
+    gc.collect()
+    gc.disable()
+    try:
+        del table, made
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_programs_of_memory_that_was_replaced_are_dropped() -> None:
+    programs, buffers = Programs(), [torch.ones(4), torch.ones(4)]
+    for memory in range(2):
+        buffer = buffers[memory]
+        for parity in (0, 1, 0, 1):
+            programs.run("key", 2 * memory + parity, lambda x, buffer=buffer: (x + buffer,), torch.ones(4))
+    old = weakref.ref(buffers[0])
+    del buffer
+    buffers[0] = torch.ones(0)
+    gc.collect()
+    assert old() is None
+    assert sum(type(x) is Program for x in programs._kept._kept.values()) == 2
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_calls_on_a_gpu_that_is_not_the_current_one_run_eagerly(current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors cannot be exported by DLPack, and a program switches no devices."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    x: Any = SimpleNamespace(is_cuda=True, get_device=lambda: 1)
+    assert (operators._stream_of(x) is None) == (current != 1)
+
+
+def test_interpreted_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from ringattn.kernels import launch
+
+    class Interpreted:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda x, **how: x.fill_(3)
+
+    monkeypatch.setattr(launch, "InterpretedFunction", Interpreted)
+    monkeypatch.setattr(launch, "_key", lambda *how: object())
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty_like(x)
+        launch.dispatch(Interpreted(), (1,), out)
+        return (out,)
+
+    assert isinstance(record(call, (torch.ones(4),))[1], str)
+
+
+def test_all_kernels_are_launched_by_dispatch() -> None:
+    """A program knows no other launches: replays would leave them out."""
+    found, folder = [], Path(ringattn.__file__).parent
+    for path in (*folder.rglob("*.py"), *(folder / "kernels").resolve().rglob("*.py")):  # which may be a link
+        tree = ast.parse(path.read_text())
+        kernels = {
+            x.name for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and "jit" in map(_name, x.decorator_list)
+        }
+        for x in ast.walk(tree):
+            if isinstance(x, ast.Call) and isinstance(x.func, ast.Subscript) and _name(x.func.value) in kernels:
+                found.append(f"{path.name}:{x.lineno}")
+    assert not found
+
+
+def _name(x: ast.expr) -> str:
+    """Return the last name of ``a.b`` or of a call of it."""
+    x = x.func if isinstance(x, ast.Call) else x
+    return x.attr if isinstance(x, ast.Attribute) else x.id if isinstance(x, ast.Name) else ""
+
+
 def test_numbers_of_exchanges_are_counted_by_the_replay() -> None:
     counted, told = [2**31 - 3], []
 
@@ -160,6 +258,12 @@ def test_programs_run_eagerly_first_and_where_addresses_are_not_aligned() -> Non
     programs.run("key", 1, double, memory[:4])  # another state is recorded at once
     programs.run("key", 1, double, memory[:4])
     assert calls == [0, 0, 4, 0]
+
+
+def test_a_call_without_tensors_is_refused_by_name() -> None:
+    none: Any = None
+    with pytest.raises(TypeError, match="q is of type NoneType"):
+        ringattn.attention(none, none, none, ringattn.plan(8))
 
 
 def test_a_source_has_names_and_numbers_only() -> None:
