@@ -306,6 +306,8 @@ class _Recorder(TorchDispatchMode):
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         if self.on_gpu and not any(x.is_cuda for x in (*given, *made)) and (given or made):
             return result  # the host decides something
+        if self.on_gpu and any(x.is_cuda for x in given) and not all(x.is_cuda for x in made):
+            not_repeatable(f"the host may read what {func} copies to it")
         if not made:
             not_repeatable(f"the host reads what {func} returns")
         elif not {_storage(x) for x in given}.issuperset(map(_storage, made)):
