@@ -26,6 +26,7 @@ import ringattn
 from ringattn import operators
 from ringattn.kernels import direct_launch, launch
 from ringattn.kernels.hopper import forward, limits, tile_scheduler, work_counter
+from ringattn.memo import Memo
 from ringattn.peer import driver, pull, push
 from ringattn.peer import link as memory
 from ringattn.virtual import VirtualRank
@@ -131,7 +132,9 @@ class Host:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.main.cuda_stream, raising=False)
         monkeypatch.setattr(launch, "_compile", self._compile)
         monkeypatch.setattr(launch, "InterpretedFunction", type("None", (), {}))
-        launch._compiled.clear()
+        monkeypatch.setattr(
+            launch, "_compiled", Memo(launch.COMPILED)
+        )  # without those of other tests, and not for them
         encoded = lambda view, how: [("view", view.base.data_ptr(), view.block_shape), *view.shape, *view.strides]  # noqa: E731
         monkeypatch.setattr(direct_launch, "_encoded", encoded)
         monkeypatch.setattr(limits, "capability", lambda device: (9, 0))
