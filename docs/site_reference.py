@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 # The page in the order in which names are used: public modules, and names of ringattn below a heading
 _ORDER: tuple[str | tuple[str, ...], ...] = (
     ("Plan and attention", "plan", "Plan", "attention"),
-    ("Models that call other functions", "wrap", "use"),
+    ("Models and libraries that call other functions", "wrap", "use", "install"),
     "ringattn.loss",
     ("Check", "check", "NotExact"),
     ("Generation", "KVCache", "Step", "decode", "CacheFull"),

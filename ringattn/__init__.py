@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from . import host_memory as host_memory
     from . import loss as loss
     from . import mask as mask
+    from .adapters.doors import install as install
     from .adapters.flash import use as use
     from .adapters.sdpa import wrap as wrap
     from .generation import CacheFull as CacheFull
@@ -37,7 +38,7 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CacheFull", "KVCache", "NotExact", "Partial", "Plan", "Step", "attention", "batch", "check", "dataflows", "decode",
-    "errors", "host_memory", "loss",
+    "errors", "host_memory", "install", "loss",
     "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
 ]  # fmt: skip
 
@@ -48,6 +49,7 @@ _ON_DEMAND = {  # names that are imported when they are asked for: where they ar
     "Step": "generation",
     "check": "tools.check.comparison",
     "decode": "generation",
+    "install": "adapters.doors",
     "pack": "training.packing",
     "pack_stream": "training.packing",
     "use": "adapters.flash",

@@ -1,0 +1,65 @@
+"""One line in somebody else's program: the doors through which other libraries call attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+DOORS: dict[str, str] = {}  # name of a door, which is its module here: what calls this library from then on
+_MISSING = object()
+_OPEN: set[str] = set()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or class; put back what was there, also where it was inherited or absent."""
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+class Installed:
+    """An open door: stays open until :meth:`uninstall`, or until the end of a ``with`` block."""
+
+    def __init__(self, name: str, stack: ExitStack) -> None:
+        self.name = name
+        self._stack = stack
+
+    def uninstall(self) -> None:
+        """Put back what the other library had; a second time does nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"ringattn.install({self.name!r}): {DOORS[self.name]}"
+
+
+def install(name: str, **options: Any) -> Installed:
+    """Let another library's own entry to attention call this one: ``name`` is one of ``DOORS``, options are that door's.
+
+    Stays until ``uninstall()`` of what is returned, or for a block: ``with ringattn.install("diffusers"): ...``. Raises
+    ``ValueError`` for an unknown name, ``ImportError`` where the other library is missing or has moved.
+    """
+    if name not in DOORS:
+        raise ValueError(f"install({name!r}): there is no such door; choose from {', '.join(DOORS)}")
+    if name in _OPEN:
+        raise ValueError(f"install({name!r}): it is installed already; uninstall() what the first call returned")
+    stack = ExitStack()
+    stack.enter_context(import_module(f".{name}", __name__).door(**options))
+    _OPEN.add(name)
+    stack.callback(_OPEN.discard, name)
+    return Installed(name, stack)
