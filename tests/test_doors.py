@@ -19,7 +19,8 @@ def test_a_door_is_open_once_and_puts_back_what_was_there(monkeypatch: pytest.Mo
     monkeypatch.setitem(doors.DOORS, "some", "a test's")
     monkeypatch.setattr(doors, "import_module", lambda name, package: module)
     with ringattn.install("some") as opened:
-        assert place.attend == "ours" and "a test's" in repr(opened)
+        assert place.attend == "ours"
+        assert "a test's" in repr(opened)
         with pytest.raises(ValueError, match="installed already"):
             ringattn.install("some")
         assert place.attend == "ours"

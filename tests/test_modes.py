@@ -220,7 +220,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "mask.Mask.dense": lambda x: mask.causal(N).dense(),
     "mask.Mask.draw": lambda x: mask.causal(N).draw(),
 }  # fmt: skip
-# Not of users: constants, the class Plan, what compares in modes of its own or is called by other libraries in theirs, and methods for dataflows and other parts.
+# Not of users: constants, the class Plan, what compares in modes of its own or is called by other libraries in theirs,
+# and methods for dataflows and other parts.
 ELSEWHERE = {"check", "install", "batch.BOUNDARIES", "batch.IGNORE", "Plan"}
 ELSEWHERE |= {f"Plan.{name}" for name in (
     "agree_again", "begin", "begin_again", "between_nodes", "block", "check_agreement", "is_agreed", "make_block",

@@ -41,7 +41,9 @@ class Installed:
     def __enter__(self) -> Installed:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:
@@ -49,7 +51,7 @@ class Installed:
 
 
 def install(name: str, **options: Any) -> Installed:
-    """Let another library's own entry to attention call this one: ``name`` is one of ``DOORS``, options are that door's.
+    """Let another library's own entry to attention call this one: ``name`` is one of ``DOORS``, with its options.
 
     Stays until ``uninstall()`` of what is returned, or for a block: ``with ringattn.install("diffusers"): ...``. Raises
     ``ValueError`` for an unknown name, ``ImportError`` where the other library is missing or has moved.
