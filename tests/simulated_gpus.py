@@ -134,17 +134,20 @@ class Gpu:
 class Words:
     """As driver.Words."""
 
-    def __init__(self, world: World, addresses: Sequence[int], announced: int | None = None) -> None:
-        self.world, self.addresses, self.announced = world, addresses, announced
+    def __init__(
+        self, world: World, addresses: Sequence[int], before: Sequence[int] = (), after: Sequence[int] = ()
+    ) -> None:
+        self.world, self.addresses, self.before, self.after = world, addresses, before, after
 
     def wait(self, stream: Stream, value: int | Sequence[int]) -> None:
-        if self.announced is not None:
-            assert isinstance(value, int)
-            stream.put(Operation(f"announce {value}", functools.partial(_store, self.announced, value)))
-        values = [value] * len(self.addresses) if isinstance(value, int) else value
-        for address, value in zip(self.addresses, values, strict=True):
+        addresses = [*self.before, *self.addresses, *self.after]
+        values = [value] * len(addresses) if isinstance(value, int) else value
+        waits = range(len(self.before), len(self.before) + len(self.addresses))
+        for place, (address, value) in enumerate(zip(addresses, values, strict=True)):
             name = self.world.name_of(stream, address)
-            if not self.world.dropped & {name, f"{name} on {stream.role}"}:
+            if place not in waits:
+                stream.put(Operation(f"write {value} beside a wait", functools.partial(_store, address, value)))
+            elif not self.world.dropped & {name, f"{name} on {stream.role}"}:
                 ready = functools.partial(reached, address, value)
                 stream.put(Operation(f"wait for {name} {value}", lambda: None, ready))
 
@@ -159,6 +162,9 @@ class Copies:
 
     def __init__(self, world: World, copies: numpy.ndarray) -> None:
         self.world, self.copies = world, [(*copy,) for copy in copies.tolist()]
+
+    def queue_each(self, stream: Stream, memory: Tensor | None = None) -> None:
+        self.queue(stream, memory)
 
     def queue(self, stream: Stream, memory: Tensor | None = None) -> None:
         base = 0 if memory is None else memory.data_ptr()
@@ -257,7 +263,10 @@ class World:
         """Return the name of a word: READY, LANDED or FREE, or "counters" or "flags" by the stream that uses it."""
         for begin, size in self.pads:
             if begin <= address < begin + size:
-                return memory.KIND_NAMES[(address - begin) // memory.WORD_BYTES // memory.MAX_RANKS]
+                kind = (address - begin) // memory.WORD_BYTES // memory.MAX_RANKS
+                return (*memory.KIND_NAMES, *(f"{name} in a graph" for name in memory.KIND_NAMES), "COMING", "CLEARED")[
+                    kind
+                ]
         return "counters" if stream.role == "pushing" else "flags"
 
     def copy(self, stream: Stream, target: int, source: int, size: int) -> None:
@@ -425,6 +434,10 @@ class _Deferred(TorchFunctionMode):
             where, source = alias(target[0] if func is Tensor.copy_ else Tensor.__getitem__(*target)), alias(source)
             world.write_tensor("copy_", lambda: where.copy_(source))
             return target[0] if func is Tensor.copy_ else None
+        if func is Tensor.zero_:
+            where = alias(args[0])
+            world.write_tensor("zero_", lambda: where.zero_())
+            return args[0]
         if func in (Tensor.__iadd__, Tensor.add_):
             where, source = map(alias, args)
             world.write_tensor("add", lambda: where.add_(source))

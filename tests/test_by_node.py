@@ -23,6 +23,7 @@ from ringattn.dataflow.routes import collected_routes, direct_routes
 from ringattn.dataflow.transfer import Hierarchical
 from ringattn.layouts.relay import Relay, node_of, relay
 from ringattn.layouts.schedule import Fetch, head_groups
+from ringattn.memo import Memo
 from ringattn.peer import connect, symmetric
 from ringattn.peer.push import GradientBuffers
 from ringattn.plan_arguments import nodes_of
@@ -363,7 +364,7 @@ def test_copy_engines_add_what_ranks_return_in_the_order_of_ranks() -> None:
     buffers = object.__new__(GradientBuffers)
     buffers.rank, buffers.width, buffers.keys, buffers.row_bytes, buffers.contribution_bytes = 1, 3, 20, 12, 600
     everything = [[Fetch(1, 0, 10, 5)]] * 4  # of every rank, the ten tokens of rank 1
-    table = buffers._table(SimpleNamespace(device=torch.device("cpu")), everything, 10)  # type: ignore[arg-type]
+    table = buffers._table(SimpleNamespace(device=torch.device("cpu"), tables=Memo(4)), everything, 10)  # type: ignore[arg-type]
     assert table.pieces[:, :2].tolist() == [[0, 0], [1, 5 * 12], [0, 600], [0, 1200]]
 
 

@@ -110,7 +110,7 @@ def test_many_words_are_queued_in_calls_of_at_most_255_in_their_order(driver: Dr
 
 
 def test_a_wait_is_announced_first(driver: Driver) -> None:
-    words = Words([64, 96], announced=8)
+    words = Words([64, 96], before=[8])
     words.wait(STREAM, -5)
     words.write(STREAM, 6)
     value = 2**32 - 5

@@ -39,6 +39,7 @@ from ringattn.peer import driver, pull, push
 from ringattn.peer import link as memory
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
+from ringattn.peer.captured import Captured
 from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
 from ringattn.virtual import VirtualRank
 
@@ -83,6 +84,7 @@ class Case:
     epoch: int = 0  # the first one
     in_place: bool = False  # forward kernels read this rank's own keys where they are
     skips: bool = False  # forward kernels leave out some rows of keys, and do not wait for them
+    replays: tuple[int, ...] = ()  # for each call, the replay of a captured graph that it is part of; 0: of none
 
     def of_call(self, number: int) -> Case:
         return replace(self, seq_len=self.lengths[number % len(self.lengths)]) if self.lengths else self
@@ -279,6 +281,7 @@ class Group:
         self.world, self.case, self.ranks = world, case, ranks
         shared = Shared(world, ranks)
         self.links, self.mains = [], []
+        self.replays: list[Captured | None] = []
         self.plans: dict[tuple[int, int, str], ringattn.Plan] = {}
         for place, rank in enumerate(ranks):
             mains = [Stream(world.gpus[rank], "main") for _ in range(case.streams)]
@@ -287,13 +290,27 @@ class Group:
             link.pulling.role, link.pushing.role = "pulling", "pushing"
             self._set_off(link)
             self.links.append(link)
+            self.replays.append(None)
             self.mains.append(mains)
 
     def _set_off(self, link: memory.Link) -> None:
         """Set epochs and words to their values after ``case.epoch`` calls."""
         epoch = (self.case.epoch + 2**31) % 2**32 - 2**31  # as int32
         link.epochs = [epoch, epoch]
-        link.pad.memory.view(torch.int32).fill_(epoch)
+        words = link.pad.memory.view(torch.int32)
+        one = len(memory.KIND_NAMES) * memory.MAX_RANKS * memory.WORD_BYTES // 4
+        words[:one].fill_(epoch)
+        words[one : 2 * one].fill_(99)  # of graphs, as after others
+
+    def begin(self, replay: int) -> None:
+        """Begin a replay of a graph, or end one."""
+        for place, link in enumerate(self.links):
+            if replay:
+                with self.world.host(self.mains[place][0]):
+                    self.replays[place] = Captured(link, replay)
+                    link.begin_capture(self.replays[place])
+            else:
+                self.replays[place] = None
 
     def plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
         """Return the plan of a rank, the same in every call of one shape."""
@@ -313,7 +330,7 @@ class Group:
             buffer_bytes=buffer,
         )  # fmt: skip
         gathered_block(plan)  # made at once, not by the simulated GPU
-        rank.link = lambda x: self.links[place]  # type: ignore[method-assign]
+        rank.link = lambda x: self.replays[place] or self.links[place]  # type: ignore[method-assign]
         return plan
 
     def queue(self, kernels: Kernels, call: Call, place: int, plan: ringattn.Plan) -> Any:
@@ -362,6 +379,8 @@ def play(
             patch.setattr(contract, "GRID", 2)
         group = Group(world, case, range(case.ranks))
         for number, kind in enumerate(case.calls):
+            if case.replays and case.replays[number] != case.replays[number - 1]:
+                group.begin(case.replays[number])
             call = Call(case.of_call(number), number, kind)
             plans = [group.plan(place, call.case, kind) for place in range(case.ranks)]
             kept = [group.queue(kernels, call, place, plan) for place, plan in enumerate(plans)]
@@ -461,6 +480,23 @@ CASES = {
     ),
     "rows that no kernel waits for": Case(skips=True, lengths=(40, 11, 27), calls=("forward",) * 5),
     "numbers wrap around": Case(epoch=2**31 - 3, kv_heads=3, heads_in_memory=1, calls=("forward", "backward") * 4),
+    "a graph between calls": Case(
+        calls=("forward", "backward") * 7, replays=(0, 0, 1, 1, 2, 2, 0, 0, 3, 3, 3, 3, 0, 0)
+    ),
+    "graphs, waves": Case(
+        ranks=2,
+        kv_heads=3,
+        heads_in_memory=1,
+        counts=0,
+        calls=("forward", "backward") * 6,
+        replays=(0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 0, 0),
+    ),
+    "graphs of forwards": Case(
+        in_place=True, ranks=2, seq_len=41, calls=("forward",) * 10, replays=(0, 0, 1, 0, 2, 2, 3, 4, 0, 5)
+    ),
+    "graphs, waits by streams": Case(
+        waits=False, kv_heads=4, heads_in_memory=4, calls=("forward", "backward") * 4, replays=(0, 0, 1, 1, 2, 2, 0, 0)
+    ),
     "numbers pass 2**32": Case(epoch=2**32 - 3, calls=("forward", "backward") * 4),
 }
 
@@ -496,6 +532,11 @@ NEEDED = {
     "main waits for pulling": "rows that no kernel waits for",
     "main waits for pushing": "waves",
     "pushing waits for main": "waits by streams",
+    "COMING": "graphs, waves",
+    "CLEARED": "graphs of forwards",
+    "READY in a graph": "a graph between calls",
+    "LANDED in a graph": "a graph between calls",
+    "FREE in a graph": "graphs, waves",
 }
 
 
@@ -509,7 +550,21 @@ def test_no_wait_is_superfluous(monkeypatch: pytest.MonkeyPatch, wait: str) -> N
         some_order()
 
 
-@pytest.mark.parametrize("name", ["one wave", "waves", "waits by streams, waves", "five ranks"])
+@pytest.mark.parametrize("method", ["settle", "zero_"])
+def test_calls_settle_after_graphs_and_graphs_clear_their_flags(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def some_order() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory.Link if method == "settle" else Tensor, method, lambda self: self)
+            for seed in range(100):
+                play(monkeypatch, CASES["graphs of forwards"], seed)
+
+    with pytest.raises((Wrong, Deadlock)):
+        some_order()
+
+
+@pytest.mark.parametrize(
+    "name", ["one wave", "waves", "waits by streams, waves", "five ranks", "a graph between calls"]
+)
 @pytest.mark.parametrize("connections", [1, 2, 3])
 def test_one_group_needs_one_connection(monkeypatch: pytest.MonkeyPatch, name: str, connections: int) -> None:
     """With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron sets, streams delay each other, but never deadlock."""

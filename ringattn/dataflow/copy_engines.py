@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ..kernels.contract import Block, Keys
 from ..layouts.schedule import buffer_rows, head_groups
-from ..peer.link import Link
+from ..peer.link import Exchanges
 from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..peer.push import GradientBuffers, Push
 from ..shape import Shape
@@ -34,7 +34,7 @@ class CopyEngines(Transfer):
 
     inside = "copy engines"
     polls: ClassVar[bool] = True  # kernels may get keys that are still arriving
-    link: Link | None = None
+    link: Exchanges | None = None
 
     @property
     def messages(self) -> Messages:
@@ -66,22 +66,22 @@ class CopyEngines(Transfer):
     def prepare(self) -> None:
         _ = self.pattern
 
-    def buffers(self, call: Call, backward: bool) -> tuple[Link, FetchBuffers]:
+    def buffers(self, call: Call, backward: bool) -> tuple[Exchanges, FetchBuffers]:
         """Return the link of a call, and what is pulled through it."""
         k, v, link, cut = call.k, call.v, self.link, self.waves(call.shape, backward)
         assert link is not None
         key = ("fetch buffers", self.plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
-        return link, link.prepare(key, lambda: FetchBuffers(link, k, v, self.pattern, cut))
+        return link, link.prepare(key, lambda link: FetchBuffers(link, k, v, self.pattern, cut))
 
     def push(self, call: Call) -> Push:
         """Return the contributions of a call, which are pushed to the ranks of the link."""
         kv, link, cut = (call.k, call.v), self.link, self.waves(call.shape, backward=True)
         assert link is not None
         key = ("gradient buffers", self.plan.handle, call.k.shape, call.v.shape, call.k.dtype)
-        make = lambda: GradientBuffers(link, kv, call.accumulation_dtype, self.pattern, cut)  # noqa: E731
-        return Push(link, link.prepare(key, make), kv)
+        dtype = call.accumulation_dtype
+        return Push(link, link.prepare(key, lambda link: GradientBuffers(link, kv, dtype, self.pattern, cut)), kv)
 
-    def pull(self, call: Call, link: Link, buffers: FetchBuffers, in_place: bool) -> Pull:
+    def pull(self, call: Call, link: Exchanges, buffers: FetchBuffers, in_place: bool) -> Pull:
         """Return the keys and values of a call, which are pulled wave by wave."""
         return Pull(link, buffers, call.k, call.v, in_place)
 

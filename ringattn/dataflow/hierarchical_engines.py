@@ -16,7 +16,7 @@ from torch import Tensor
 from ..kernels.contract import CompletionCounts
 from ..layouts.schedule import buffer_rows, carried_waves
 from ..peer.carry import CarriedPull
-from ..peer.link import Link
+from ..peer.link import Exchanges
 from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..program import not_repeatable
 from ..shape import Shape
@@ -64,7 +64,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
         super().prepare()
         self.messages.routes(0)
 
-    def pull(self, call: Call, link: Link, buffers: FetchBuffers, in_place: bool) -> Pull:
+    def pull(self, call: Call, link: Exchanges, buffers: FetchBuffers, in_place: bool) -> Pull:
         routes, transport = self.messages.routes(0, call.k.device), self.plan.transport
         own, _ = self.tokens
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..program import not_repeatable
-from .link import KEYS, Link
+from .link import KEYS, Exchanges
 from .pull import FetchBuffers, Pull
 from .watchdog import READY
 
@@ -35,7 +35,7 @@ class CarriedPull(Pull):
             They leave from, and come to, this rank's extended shard, (batch, heads, tokens, head_dim + head_dim_v).
     """
 
-    def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor, move: Move) -> None:
+    def __init__(self, link: Exchanges, buffers: FetchBuffers, k: Tensor, v: Tensor, move: Move) -> None:
         super().__init__(link, buffers, k, v)
         self.move = move
         self.arrived: list[tuple[int, torch.cuda.Event]] = []  # by wave, its epoch and the end of its messages

@@ -73,16 +73,19 @@ def connect(
     rows = gather(torch.tensor([wanted and driver.available(), bool(problem)], device="cpu"))
     if not rows[:, 0].all() or len(set(ranks.hosts)) == len(ranks.hosts):
         return None
-    link, status, near = None, rows[:, 1], ranks.near
+    link, in_graphs, status, near = None, False, rows[:, 1], ranks.near
     if not status.any():  # all ranks make a link, or none
         try:
             from .symmetric import SymmetricMemory
 
             share = SymmetricMemory(group, device, near, gather, lost)
             link = Link(near.index(ranks.rank), len(near), device, share, board)
+            in_graphs = driver.graphs_wait()
         except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__
-        status = gather(torch.tensor([bool(problem)], device="cpu")).flatten()
+        status, can_capture = gather(torch.tensor([bool(problem), in_graphs], device="cpu")).T
+        if link is not None:
+            link.in_graphs = bool(can_capture.all())
     failed = status.nonzero().flatten().tolist()
     if failed:
         warnings.warn(

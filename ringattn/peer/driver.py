@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +99,7 @@ class _Driver:
         self.device_pointer = function("cuMemHostGetDevicePointer_v2", pointer, size, number)
         self.begin_capture = function("cuStreamBeginCapture_v2", pointer, ctypes.c_int)
         self.end_capture = function("cuStreamEndCapture", pointer, pointer)
+        self.capture_info = function("cuStreamGetCaptureInfo_v2", *[pointer] * 6)
         self.destroy_graph = function("cuGraphDestroy", pointer)
         try:  # since CUDA 12.8
             self.copy_batch = function(
@@ -137,18 +138,20 @@ class Words:
 
     Args:
         addresses: of the words, in the order in which they are written.
-        announced: of a word that a stream writes before it waits, so that the host can see what it waits for.
+        before, after: of words that a stream writes before and after it waits, so that others can see what it waits
+            for.
     """
 
-    def __init__(self, addresses: Sequence[int], announced: int | None = None) -> None:
-        first = [] if announced is None else [(_WRITE, announced)]
-        self._waits = _batches([*first, *((_WAIT, address) for address in addresses)])
+    def __init__(self, addresses: Sequence[int], before: Sequence[int] = (), after: Sequence[int] = ()) -> None:
+        kinds = ((_WRITE, before), (_WAIT, addresses), (_WRITE, after))
+        self.count = len(addresses)
+        self._waits = _batches([(kind, address) for kind, some in kinds for address in some])
         self._writes = _batches([(_WRITE, address) for address in addresses])
 
     @recorded
     def wait(self, stream: torch.cuda.Stream, value: int | Sequence[int]) -> None:
         """Make work queued on ``stream`` from now on wait until every word has reached ``value``, or each its own of
-        several values, if none is announced."""
+        several values, among them those that are written before and after."""
         self._queue(stream, self._waits, value)
 
     @recorded
@@ -278,8 +281,7 @@ class Copies:
         base = 0 if memory is None else memory.data_ptr()
         copy_batch = _driver().copy_batch
         if copy_batch is None:
-            for target, source, size in self._copies.tolist():
-                copy(stream, target, base + source, size)
+            self.queue_each(stream, memory)
             return
         by, failed = ctypes.byref, ctypes.c_size_t(0)
         self._move(base)
@@ -289,6 +291,26 @@ class Copies:
                 stream.cuda_stream,
             ):  # fmt: skip
                 _check(error, f"copying {number} pieces of memory")
+
+    def queue_each(self, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
+        """Queue copies one by one, as older drivers and captured streams need it; rows at equal distances are one."""
+        base = 0 if memory is None else memory.data_ptr()
+        for rows in self._rows:
+            copy_rows(stream, rows._replace(source=base + rows.source))
+
+    @functools.cached_property
+    def _rows(self) -> list[Rows]:
+        """The copies, where they are a few in each of several rows as one copy for all rows."""
+        copies = self._copies.astype(np.int64)
+        for each in range(1, len(copies) // 2 + 1):
+            if len(copies) % each:
+                continue
+            rows = copies.reshape(-1, each, 3)
+            steps = np.diff(rows, axis=0)
+            if (steps == steps[0]).all() and not steps[0, :, 2].any() and (steps[0, :, :2] >= rows[0, :, 2:]).all():
+                both = zip(rows[0].tolist(), steps[0].tolist(), strict=True)
+                return [Rows(to, at, size, len(rows), pitch, pitch_at) for (to, at, size), (pitch, pitch_at, _) in both]
+        return [Rows(to, at, size, 1, size, size) for to, at, size in copies.tolist()]
 
     def _move(self, base: int) -> None:
         """Let sources be offsets in the memory at an address."""
@@ -354,17 +376,35 @@ def pin(address: int, size: int) -> int:
 
 def graphs_have_words(words: Words) -> bool:
     """Return whether a CUDA graph can contain writes of words, by capturing one, which is never launched."""
+    return _can_capture(lambda stream: words.write(stream, 0))
+
+
+def graphs_wait() -> bool:
+    """Return whether a CUDA graph can contain waits for words."""
+    word = torch.zeros(1, dtype=torch.int32).pin_memory()
+    return _can_capture(lambda stream: Words([word.data_ptr()]).wait(stream, 0))
+
+
+def _can_capture(queue: Callable[[torch.cuda.Stream], object]) -> bool:
     stream, graph = torch.cuda.Stream(), ctypes.c_void_p()
     if _driver().begin_capture(stream.cuda_stream, 2):  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do anything
         return False
     try:
-        words.write(stream, 0)
+        queue(stream)
     except RuntimeError:  # it has invalidated the capture, which must end all the same
         _driver().end_capture(stream.cuda_stream, ctypes.byref(graph))
         return False
     if _driver().end_capture(stream.cuda_stream, ctypes.byref(graph)):
         return False
     return not _driver().destroy_graph(graph)
+
+
+def capture_of(stream: torch.cuda.Stream) -> int:
+    """Return a number of the capture in which a stream is, which no other capture of this process has; 0 if none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    by = ctypes.byref
+    _check(_driver().capture_info(stream.cuda_stream, by(status), by(number), None, None, None), "asking for a capture")
+    return number.value if status.value else 0
 
 
 def _check(error: int, what: str) -> None:

@@ -9,9 +9,10 @@ only grows. There are three kinds of words, and one of each kind from every rank
     LANDED   all contributions to gradients are in the memory of the ranks that own them
     FREE     the contributions that this rank has received are summed, so their memory may be overwritten
 
-Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel. A signal
-also goes to the board of :mod:`.watchdog`, in memory of the host: a rank that has signalled an epoch goes on to wait
-for that of the others, so the watchdog needs to know no more, but for FREE, which is waited for much later.
+Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel. The
+replays of a captured graph have words and numbers of their own (:mod:`.captured`). A signal also goes to the board of
+:mod:`.watchdog`, in memory of the host: a rank that has signalled an epoch goes on to wait for that of the others, so
+the watchdog needs to know no more, but for FREE, which is waited for much later.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ KEYS, GRADIENTS = range(2)  # regions and epochs: of keys and values, of contrib
 FLAG_WORDS = 8  # int32 numbers from one ready flag to the next: each is in a 32-byte sector of its own
 MAX_RANKS = 64  # on one host
 WORD_BYTES = 32  # from one word to the next: each is in a sector of its own
-_PAD_BYTES = len(KIND_NAMES) * MAX_RANKS * WORD_BYTES
+_KINDS = 8  # of words: those above, and those of captured graphs
+_PAD_BYTES = _KINDS * MAX_RANKS * WORD_BYTES
 _MAX_PREPARED = 256  # shapes; packed documents bring another with every batch
 
 
@@ -52,7 +54,76 @@ class Region(NamedTuple):
     keep: object
 
 
-class Link:
+class Exchanges:
+    """Words, numbers, streams and events of exchanges that follow one another.
+
+    Args:
+        pad: memory of the words.
+
+    Attributes:
+        epochs: the numbers of the last exchanges of ``KEYS`` and ``GRADIENTS``.
+        counters: completion counters of pushes, by shape; their memory is never replaced.
+        timed_out: see :class:`~ringattn.kernels.contract.ReadyFlags`.
+        pulling, pushing, moving: the streams of pulls, pushes and messages.
+    """
+
+    counters: Memo[Any]
+    timed_out: Tensor
+    pulling: torch.cuda.Stream
+    pushing: torch.cuda.Stream
+    moving: torch.cuda.Stream
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, pad: Region) -> None:
+        self.rank, self.world_size, self.device, self.pad = rank, world_size, device, pad
+        self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
+        self.epochs = [0, 0]
+        self._exchanges = 0  # of keys and values
+        # A call records an event again only after every wait for its previous record has been queued.
+        self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
+        self.writable, self.pulled, self.pushed, self.written = (torch.cuda.Event() for _ in range(4))
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the current stream of this rank's GPU. Without an index torch asks the driver for the device."""
+        return torch.cuda.current_stream(self.device.index)
+
+    @recorded
+    def next_epoch(self, which: int) -> Epoch:
+        """Count one more exchange of ``KEYS`` or ``GRADIENTS`` and return its number, an int32 that wraps around."""
+        epoch = Epoch((self.epochs[which] + 1 + 2**31) % 2**32 - 2**31)
+        self.epochs[which] = epoch
+        return epoch
+
+    @recorded
+    def next_slot(self) -> int:
+        """Count one more exchange of keys and values and return its half of their region: the two take turns."""
+        self._exchanges += 1
+        return self._exchanges % 2
+
+    def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
+        raise NotImplementedError
+
+    def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        """Make ``stream`` wait until every other rank has signalled ``epoch``."""
+        raise NotImplementedError
+
+    def copy(self, copies: driver.Copies, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
+        """Queue copies, whose sources are offsets in ``memory`` if that is given."""
+        copies.queue(stream, memory)
+
+    def settle(self) -> None:
+        """Let work that is queued from now on use the shared memory, in a new exchange of keys and values."""
+
+    def prepare(self, key: object, make: Callable[[Link], T]) -> T:
+        """Return the result of ``make`` for this key, made again only after memory has been replaced."""
+        raise NotImplementedError
+
+    def _word(self, owner: int, kind: int, sender: int) -> int:
+        """Return the address, mapped into this process, of a word of ``sender`` in the memory of ``owner``."""
+        return self.pad.addresses[owner] + (kind * MAX_RANKS + sender) * WORD_BYTES
+
+
+class Link(Exchanges):
     """Memory, words, streams and buffers of one rank in a group on one host.
 
     All ranks make the same calls in the same order.
@@ -73,51 +144,33 @@ class Link:
     ) -> None:
         if world_size > MAX_RANKS:
             raise ValueError(f"{world_size} ranks on one host; at most {MAX_RANKS} can access each other's memory")
-        self.rank, self.world_size, self.device, self.share = rank, world_size, device, share
-        self._board = board
-        self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
-        self.epochs = [0, 0]
-        self._exchanges = self._replaced = 0  # of keys and values; memory, so often
-        self.pad = Region(*share(_PAD_BYTES))  # of the words
+        super().__init__(rank, world_size, device, Region(*share(_PAD_BYTES)))
+        self.share, self.board = share, board
+        self._replaced = 0  # memory, so often
         self._incoming, self._outgoing = [], []
         for kind in (READY, LANDED, FREE):
             seen = [] if board is None else [board.pinned(kind)]
-            announced = board.pinned(NEED_FREE) if board is not None and kind == FREE else None
+            announced = [board.pinned(NEED_FREE)] if board is not None and kind == FREE else []
             self._incoming.append(driver.Words([self._word(rank, kind, peer) for peer in self.peers], announced))
             self._outgoing.append(driver.Words([*(self._word(peer, kind, rank) for peer in self.peers), *seen]))
         self._regions: list[Region | None] = [None, None]
         self._mailbox: Mailbox | None = None
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
         self._receive_stream = self.current_stream()  # on which it was allocated
-        self._flags = torch.zeros(0, FLAG_WORDS, dtype=torch.int32, device=device)
+        self._flags = torch.zeros(2, 0, FLAG_WORDS, dtype=torch.int32, device=device)
         self._flags_stream = self.current_stream()
         # Objects that hold addresses of the memory above; all are dropped when some of it is replaced.
         self.prepared: Memo[object] = Memo(_MAX_PREPARED)
-        self.counters: Memo[Any] = Memo(_MAX_PREPARED)  # of pushes, by shape; their memory is never replaced
-        self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()  # see ReadyFlags
-        self.pulling, self.pushing, self.moving = (torch.cuda.Stream(device) for _ in range(3))  # moving: messages
-        # A call records an event again only after every wait for its previous record has been queued.
-        self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
-        self.writable, self.pulled, self.pushed, self.written = (torch.cuda.Event() for _ in range(4))
-
-    def current_stream(self) -> torch.cuda.Stream:
-        """Return the current stream of this rank's GPU. Without an index torch asks the driver for the device."""
-        return torch.cuda.current_stream(self.device.index)
+        self.tables: Memo[Any] = Memo(_MAX_PREPARED)  # on the GPU, without addresses
+        self.counters = Memo(_MAX_PREPARED)
+        self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.pulling, self.pushing, self.moving = (torch.cuda.Stream(device) for _ in range(3))
+        self.in_graphs = False  # whether they can have its exchanges
+        self.fixed = False  # whether memory must not be replaced
+        self.capture: Exchanges | None = None  # of the latest graph (:func:`.captured.captured`)
+        self._kept: dict[object, object] = {}  # memory that captured graphs use
 
     # ---------------------------------------------------------------- words
-
-    @recorded
-    def next_epoch(self, which: int) -> Epoch:
-        """Count one more exchange of ``KEYS`` or ``GRADIENTS`` and return its number, an int32 that wraps around."""
-        epoch = Epoch((self.epochs[which] + 1 + 2**31) % 2**32 - 2**31)
-        self.epochs[which] = epoch
-        return epoch
-
-    @recorded
-    def next_slot(self) -> int:
-        """Count one more exchange of keys and values and return its half of their region: the two take turns."""
-        self._exchanges += 1
-        return self._exchanges % 2
 
     @property
     def state(self) -> int:
@@ -125,35 +178,58 @@ class Link:
         return 2 * self._replaced + self._exchanges % 2
 
     def _forget(self) -> None:
-        """Forget what holds addresses of memory that is replaced."""
+        """Forget what holds addresses of memory that is to be replaced.
+
+        Raises:
+            RuntimeError: in the capture of a graph.
+        """
+        if self.fixed:
+            raise RuntimeError(
+                "attention over ranks needs more memory that ranks share than there is, and a capture can make none: "
+                "run the step once outside of the CUDA graph, with the same plan and shapes, before it is captured"
+            )
         self._replaced += 1
         self.prepared.clear()
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
         self._outgoing[kind].write(stream, epoch)
 
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        """Make ``stream`` wait until every other rank has signalled ``epoch``."""
         self._incoming[kind].wait(stream, epoch)
 
-    def _word(self, owner: int, kind: int, sender: int) -> int:
-        """Return the address, mapped into this process, of a word of ``sender`` in the memory of ``owner``."""
-        return self.pad.addresses[owner] + (kind * MAX_RANKS + sender) * WORD_BYTES
+    def settle(self) -> None:
+        if self.capture is not None:  # replays of all ranks, which may have come since: no words say so here
+            stream, epoch = self.current_stream(), self.next_epoch(KEYS)
+            self.signal(stream, READY, epoch)
+            self.wait_for(stream, READY, epoch)
+
+    @property
+    def flags_of_graphs(self) -> Tensor:
+        """All ready flags of captured graphs."""
+        return self._flags[1]
+
+    def begin_capture(self, capture: Exchanges) -> None:
+        """Note that graphs use this link's memory from now on."""
+        self._replaced += self.capture is None  # calls that were recorded do not settle
+        self.capture = capture
+
+    def keep(self, prepared: T) -> T:
+        """Keep for ever what was prepared, and the memory: a graph uses it from now on."""
+        self._kept[prepared] = (tuple(self._regions), self._receive, self._flags)
+        return prepared
 
     # ---------------------------------------------------------------- memory
 
-    def prepare(self, key: object, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` for this key, made again only after memory has been replaced."""
-        return self.prepared.once(key, make)  # type: ignore[arg-type, return-value]
+    def prepare(self, key: object, make: Callable[[Link], T]) -> T:
+        return self.prepared.once(key, lambda: make(self))  # type: ignore[arg-type, return-value]
 
     def reserve(self, which: int, size: int) -> Region:
         """Return the region of ``KEYS`` or ``GRADIENTS``, with at least ``size`` bytes on every rank."""
         region = self._regions[which]
         if region is None or size > len(region.memory):
+            self._forget()
             with lasting():
                 region = self._regions[which] = Region(*self.share(max(1, -(-size // (1 << 21))) << 21))
-            self._forget()
         return region
 
     def receive_buffer(self, size: int) -> Tensor:
@@ -169,20 +245,23 @@ class Link:
         return self._receive
 
     def ready_flags(self, rows: int) -> Tensor:
-        """Return ready flags of at least ``rows`` rows, (rows, FLAG_WORDS) int32, the same memory in every call."""
-        if len(self._flags) < rows:
+        """Return ready flags of at least ``rows`` rows, (2, rows, FLAG_WORDS) int32, the same memory in every call: of
+        calls, and of captured graphs."""
+        if self._flags.shape[1] < rows:
             self._forget()
             self._flags_stream.wait_event(self.released)  # as in receive_buffer
             self._flags_stream = self.current_stream()
             with lasting():
-                self._flags = torch.full((rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
+                self._flags = torch.full(
+                    (2, rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device
+                )
         return self._flags
 
     def mailbox(self) -> Mailbox | None:
         """Return this rank's mailbox, which all ranks make together in the first call; None in the capture of a CUDA
         graph before it exists: no memory can be shared there."""
         if self._mailbox is None and not torch.cuda.is_current_stream_capturing():
-            board = self._board
+            board = self.board
             limit, shown = (0.0, 0) if board is None else (board.limit(self.rank), board.pinned(MEET))
             self._mailbox = Mailbox(self.rank, self.world_size, self.device, self.share, limit, shown)
         return self._mailbox

@@ -20,6 +20,7 @@ Memory is laid out by rows. A row is one key head of one batch element: (rows, t
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from ..kernels.contract import OwnKeys, ReadyFlags, tile_edges
 from ..layouts.schedule import Fetch, buffer_rows, gaps, union
 from ..memo import Memo
 from . import driver
-from .link import FLAG_WORDS, KEYS, Link
+from .link import FLAG_WORDS, KEYS, Exchanges, Link
 from .watchdog import READY
 
 if TYPE_CHECKING:
@@ -111,9 +112,7 @@ class FetchBuffers:
         pattern: Pattern,
         waves: Sequence[slice],
     ) -> None:
-        from .pack_rows import run_table
-
-        rank = link.rank
+        rank, self._tables = link.rank, link.tables
         self.runs, self.lengths, self.waves = pattern.fetches[rank], pattern.lengths, waves
         self.batch, tokens, self.heads, dim = k.shape
         width = dim + v.shape[3]
@@ -131,7 +130,7 @@ class FetchBuffers:
             _view(region.memory[slot * half :], k.dtype, (self.batch, self.heads, self.lengths[rank], width))
             for slot in range(2)
         ]
-        self.flags = [flags[wave * self.rows : (wave + 1) * self.rows] for wave in range(len(waves))]
+        self._both_flags = [flags[:, wave * self.rows : (wave + 1) * self.rows] for wave in range(len(waves))]
         self.buffers = [
             _view(memory[wave % 2 * wave_bytes :], k.dtype, (self.batch, heads.stop - heads.start, self.keys, width))
             for wave, heads in enumerate(waves)
@@ -143,14 +142,24 @@ class FetchBuffers:
             (run.first, run.offset, run.length) for run in self.runs if run.owner == rank and run.offset < tokens
         )
         self.tokens, self.device = tokens, k.device
-        self.wanted_runs = run_table(pattern.published(rank), tokens, k.device)
+        self.wanted_runs = self._table(pattern.published(rank))
         pulled = [run for peer in link.peers for run in self.runs if run.owner == peer] + carried
         self.near = np.array([run.offset < pattern.own[run.owner] for run in pulled], dtype=bool)
         numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
         self.pulled = numbers.reshape(-1, 4).T
-        self._chunks: Memo[list[_Chunk]] = Memo(4 * len(waves))
         self._stages: Memo[driver.Copies] = Memo(4 * len(waves))
-        self._group_flags: Memo[driver.Words] = Memo(16 * len(waves))
+        self._use_flags(0)
+
+    def _use_flags(self, which: int) -> None:
+        self.flags = [both[which] for both in self._both_flags]
+        self._chunks: Memo[list[_Chunk]] = Memo(4 * len(self.waves))
+        self._group_flags: Memo[driver.Words] = Memo(16 * len(self.waves))
+
+    def in_graph(self) -> FetchBuffers:
+        """Return the same addresses with the ready flags of captured graphs."""
+        other = copy.copy(self)
+        other._use_flags(1)
+        return other
 
     @functools.cached_property
     def own_runs(self) -> RunTable:
@@ -163,10 +172,13 @@ class FetchBuffers:
         return self._own_table(tile_edges(self.own))
 
     def _own_table(self, runs: Sequence[tuple[int, int, int]]) -> RunTable:
+        return self._table([(offset, length, first) for first, offset, length in runs], gaps(self.runs))
+
+    def _table(self, runs: Sequence[tuple[int, int, int]], zeros: Sequence[tuple[int, int]] = ()) -> RunTable:
         from .pack_rows import run_table
 
-        own = [(offset, length, first) for first, offset, length in runs]
-        return run_table(own, self.tokens, self.device, gaps(self.runs))
+        key = "runs", tuple(runs), self.tokens, tuple(zeros)
+        return self._tables.once(key, lambda: run_table(runs, self.tokens, self.device, zeros))  # type: ignore[no-any-return]
 
     def of_wave(self, wave: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the key heads of a wave of this rank's keys and values."""
@@ -247,10 +259,11 @@ class Pull:
         in_place: whole tiles of them are not packed for the attention, which reads them where they are.
     """
 
-    def __init__(self, link: Link, buffers: FetchBuffers, k: Tensor, v: Tensor, in_place: bool = False) -> None:
+    def __init__(self, link: Exchanges, buffers: FetchBuffers, k: Tensor, v: Tensor, in_place: bool = False) -> None:
         self.link, self.buffers, self.k, self.v, self.in_place = link, buffers, k, v, in_place
         self.last = len(buffers.waves) - 1
         self.main = link.current_stream()
+        link.settle()
         self.epoch = link.next_epoch(KEYS)
         self.slot = link.next_slot()
 
@@ -289,7 +302,7 @@ class Pull:
         if wave == 0:
             link.wait_for(self.main, READY, self.epoch)  # the kernel that follows may wait for copies only
         for copies, flags in self.buffers.chunks(wave, groups):
-            copies[self.slot].queue(link.pulling)
+            link.copy(copies[self.slot], link.pulling)
             flags.write(link.pulling, self.epoch)
         if wave == self.last:
             driver.record(link.pulled, link.pulling)

@@ -26,7 +26,7 @@ from ..layouts.schedule import Fetch, buffer_rows
 from ..memo import Memo
 from ..program import Epoch, Source, recorded
 from . import driver
-from .link import GRADIENTS, Link
+from .link import GRADIENTS, Exchanges, Link
 from .pull import Pattern
 from .watchdog import FREE, LANDED
 
@@ -127,6 +127,10 @@ class GradientBuffers:
         self.table = self._table(link, pattern.fetches, pattern.lengths[link.rank])
         self._steps: Memo[_Steps] = Memo(16)
 
+    def in_graph(self) -> GradientBuffers:
+        """Return the same: they hold no numbers of exchanges."""
+        return self
+
     def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> SumTable:
         """Return the pieces that this rank sums, in the order of ranks."""
         from .sum_runs import Piece, sum_table
@@ -144,7 +148,8 @@ class GradientBuffers:
                 for run in runs
                 if run.owner == self.rank
             ]  # fmt: skip
-        return sum_table(pieces, tokens, link.device)
+        key = "sums", tuple(pieces), tokens
+        return link.tables.once(key, lambda: sum_table(pieces, tokens, link.device))  # type: ignore[no-any-return]
 
     def steps(self, rows: int, counts: CompletionCounts | None) -> _Steps:
         """Return the groups of runs of ``rows`` rows."""
@@ -199,8 +204,8 @@ class Push:
         dk, dv: their gradients, complete when all waves are finished.
     """
 
-    def __init__(self, link: Link, targets: GradientBuffers, like: tuple[Tensor, Tensor]) -> None:
-        self.link, self.targets = link, targets
+    def __init__(self, link: Exchanges, targets: GradientBuffers, like: tuple[Tensor, Tensor]) -> None:
+        self.link, self.targets, self._kept_counters = link, targets, link.counters
         self.main = link.current_stream()
         self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
         self.partials: dict[int, Tensor] = {}  # contributions by wave, until they are summed
@@ -227,7 +232,7 @@ class Push:
 
     def _counters(self, count: int) -> Counters:
         size = max(_COUNTERS, 1 << (count - 1).bit_length())  # the same for most shapes
-        return self.link.counters.once(size, lambda: self._new_counters(size))
+        return self._kept_counters.once(size, lambda: self._new_counters(size))
 
     def _new_counters(self, size: int) -> Counters:
         counters = new_counters(size, self.dk.device)
@@ -250,7 +255,7 @@ class Push:
         for indices, copies in steps.pushed:
             if counters is not None:
                 counters.wait(pushing, indices)
-            copies.queue(pushing, partial)
+            link.copy(copies, pushing, partial)
         link.signal(pushing, LANDED, self.epoch)
         driver.record(link.pushed, pushing)
 

@@ -11,6 +11,7 @@ GPU's streams write what they have signalled and what they wait for (:mod:`.link
 
 * Copy engines: a rank that has signalled epoch n waits for epoch n of the others; their rows show which are late.
 * Mailboxes: the same for the number of a merge, which the kernel writes (:mod:`ringattn.kernels.paged.meet`).
+* Captured graphs, whose numbers repeat: as for messages, with a number from ``IN_GRAPH`` for what is waited for.
 * Messages (NCCL): ``MOVING`` is not zero while a stream waits for messages. Graphs repeat the same value, so the
   watchdog sets ``MOVED`` to 1, and the stream sets both to 0 when it continues: while both stay, it is the same wait.
 
@@ -42,6 +43,7 @@ WAITS = (  # what a stream waits for, the word of its own rank that says so, and
     ("memory for the gradients after exchange", NEED_FREE, FREE),
     ("the states of exchange", MEET, MEET),
 )
+IN_GRAPH = 1 << 24  # more than steps of messages
 _HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
 _CALL = struct.Struct("<dI")  # its last two fields
 _BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, or one of these
@@ -404,6 +406,8 @@ class Watch:
             # A rank that has left cleanly has sent all its messages.
             late = [peer for peer in self.peers if board.status(peer) != LEFT]
             what = f"the messages of step {moving - 1}"
+            if moving >= IN_GRAPH:
+                what = f"{WAITS[moving - IN_GRAPH][0].removesuffix(' exchange')} an exchange of a captured graph"
             yield Wait(what, (MOVING, self._restarts), late or self.peers, _GRACE_OF_MESSAGES, True)
 
 

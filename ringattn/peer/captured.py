@@ -1,0 +1,124 @@
+"""Exchanges of a captured CUDA graph, which each replay makes again without the host.
+
+A replay writes and waits for the same numbers as the one before. So a graph's exchanges have words of their own, beside
+those of :class:`.link.Link`, and count from 1. Where a graph begins, all ranks meet, set their words and ready flags
+to zero, and meet again; from then on its exchanges are those of any call, over the same memory. Work of the
+ranks before the first meeting is done after it, so that no one writes what another still reads: of the replay
+before, of another graph, or of a call outside of graphs. Such a call meets, too (:meth:`.link.Link.settle`).
+
+The words of a meeting are set to zero by the rank that has waited for them. There are two kinds, which take turns: a
+rank signals one of them again only after it has waited for the other, which the others signal after they have set the
+first to zero.
+
+Numbers that repeat tell the watchdog nothing. It sees a wait of the main stream as it sees one for messages
+(:mod:`.watchdog`), and every wait of another stream for another rank is followed by one of the main stream for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..memo import Memo
+from . import driver
+from .link import KIND_NAMES, Exchanges, Link
+from .watchdog import IN_GRAPH, MOVED, MOVING, READY
+
+T = TypeVar("T")
+_COMING, _CLEARED = 2 * len(KIND_NAMES), 2 * len(KIND_NAMES) + 1  # kinds of words, after those of links and graphs
+
+
+class _Waited:
+    """Words that the main stream waits for.
+
+    Args:
+        says: a number for the watchdog: what is waited for.
+        shown: the board's words for it; () if nothing watches.
+        cleared: words that become zero after the wait.
+    """
+
+    def __init__(self, addresses: list[int], says: int, shown: tuple[int, ...], cleared: Sequence[int] = ()) -> None:
+        self._words = driver.Words(addresses, before=shown[:1], after=[*cleared, *shown])
+        self._count, self._before, self._after = len(addresses), [says] * len(shown[:1]), [0] * len([*cleared, *shown])
+
+    def wait(self, stream: torch.cuda.Stream, value: int) -> None:
+        """Make ``stream`` wait until every word has reached ``value``."""
+        self._words.wait(stream, [*self._before, *[value] * self._count, *self._after])
+
+
+class Captured(Exchanges):
+    """The exchanges of one capture.
+
+    Args:
+        number: of the capture.
+    """
+
+    def __init__(self, link: Link, number: int) -> None:
+        super().__init__(link.rank, link.world_size, link.device, link.pad)
+        self.number, self._link = number, weakref.proxy(link)
+        self.pulling, self.pushing, self.moving = link.pulling, link.pushing, link.moving
+        self.timed_out = link.timed_out
+        kinds, board = range(len(KIND_NAMES)), link.board
+        shown = () if board is None else (board.pinned(MOVING), board.pinned(MOVED))
+        incoming = [self._incoming(kind) for kind in kinds]
+        self._waits = [driver.Words(words) for words in incoming]
+        self._shown = [_Waited(incoming[kind], IN_GRAPH + kind, shown) for kind in kinds]
+        self._signals = [self._outgoing(kind) for kind in kinds]
+        self._begin(shown, [address for words in incoming for address in words])
+
+    def _begin(self, shown: tuple[int, ...], words: list[int]) -> None:
+        main = self.current_stream()
+        for kind, cleared in ((_COMING, words), (_CLEARED, [])):
+            incoming = [self._word(self.rank, kind, peer) for peer in self.peers]
+            driver.Words([self._word(peer, kind, self.rank) for peer in self.peers]).write(main, 1)
+            _Waited(incoming, IN_GRAPH + READY, shown, [*incoming, *cleared]).wait(main, 1)
+            if kind == _COMING:
+                self._link.flags_of_graphs.zero_()
+
+    def _incoming(self, kind: int) -> list[int]:
+        return [self._word(self.rank, kind + len(KIND_NAMES), peer) for peer in self.peers]
+
+    def _outgoing(self, kind: int) -> driver.Words:
+        return driver.Words([self._word(peer, kind + len(KIND_NAMES), self.rank) for peer in self.peers])
+
+    @property
+    def counters(self) -> Memo[Any]:  # type: ignore[override]
+        """Completion counters, in every pass others: they are zero where their replay begins."""
+        return Memo(1)
+
+    def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        self._signals[kind].write(stream, epoch)
+
+    def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
+        if stream == self.current_stream():
+            self._shown[kind].wait(stream, epoch)
+        else:
+            self._waits[kind].wait(stream, epoch)
+
+    def prepare(self, key: object, make: Callable[[Link], T]) -> T:
+        link = self._link
+        link.fixed = True
+        try:
+            found: Any = link.keep(link.prepare(key, make))
+        finally:
+            link.fixed = False
+        prepared: T = found.in_graph()
+        return prepared
+
+    def copy(self, copies: driver.Copies, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
+        copies.queue_each(stream, memory)
+
+
+def captured(link: Link) -> Captured | None:
+    """Return the exchanges of the graph that is being captured; None where graphs cannot have them."""
+    if not link.in_graphs:
+        return None
+    capture, number = link.capture, driver.capture_of(link.current_stream())
+    if not isinstance(capture, Captured) or capture.number != number:
+        capture = Captured(link, number)
+        link.begin_capture(capture)
+    return capture
