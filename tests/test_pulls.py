@@ -550,6 +550,25 @@ def test_no_wait_is_superfluous(monkeypatch: pytest.MonkeyPatch, wait: str) -> N
         some_order()
 
 
+def test_replays_queue_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: dict[int, list[str]] = {}
+    put, begin = Stream.put, Group.begin
+
+    def note(stream: Stream, operation: Any) -> None:
+        next(reversed(queued.values()), []).append(f"{stream.gpu.rank} {stream.role} {operation.name}")
+        put(stream, operation)
+
+    def begin_noted(group: Group, replay: int) -> None:
+        queued[replay] = []
+        begin(group, replay)
+
+    monkeypatch.setattr(Stream, "put", note)
+    monkeypatch.setattr(Group, "begin", begin_noted)
+    play(monkeypatch, CASES["a graph between calls"], 0)
+    assert sorted(queued[1]) == sorted(queued[2])  # copies are queued in any order
+    assert len(queued[1]) > 100
+
+
 @pytest.mark.parametrize("method", ["settle", "zero_"])
 def test_calls_settle_after_graphs_and_graphs_clear_their_flags(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def some_order() -> None:
