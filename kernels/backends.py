@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -392,7 +393,59 @@ class Hopper(_Compiled):
         return self._module("backward").completion_counts(q, keys)
 
 
-BACKENDS: dict[str, Backend] = {"hopper": Hopper(), "triton": Triton(), "eager": Eager()}
+class Torch(Backend):
+    """Operators of torch (:mod:`.torch_ops`) for blocks of a few full, causal or windowed parts, the portable kernels
+    for other blocks, gradients with the same bits on every run, and gradients of ordered blocks."""
+
+    def __init__(self, *operators: str) -> None:
+        self.operators = operators
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
+        return self._module.unsupported(self.operators, q, k, v, score, backward)
+
+    def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
+        return True
+
+    def describe(self, block: Block, shape: tuple[int, int, int, int]) -> str:
+        return self._module.work_of_names(block, self.operators)
+
+    @property
+    def _module(self) -> Any:
+        return _load(".torch_ops")
+
+    def _portable(self, q: Tensor, keys: Keys, score: Score) -> Backend:
+        portable = BACKENDS["triton"]
+        return BACKENDS["eager"] if not q.is_cuda or portable.unsupported(q, keys.k, keys.v, score) else portable
+
+    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+        work = self._module.work(self.operators, q, keys, False)
+        if work.why:
+            return self._portable(q, keys, score)._forward(q, keys, score, state, finalize)
+        return self._module.forward(work, q, keys, score, state, finalize)
+
+    def _largest(self, q: Tensor, keys: Keys, score: Score) -> Tensor:
+        return self._portable(q, keys, score)._largest(q, keys, score)
+
+    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
+        work = self._module.work(self.operators, queries.q, keys, True)
+        if not work.why and not delivery.deterministic:
+            return self._module.backward(work, queries, keys, score, dq, delivery)
+        if delivery.outputs is not None:
+            begin_backward(queries, delivery.outputs, dq)
+            delivery = delivery._replace(outputs=None)
+        return self._portable(queries.q, keys, score)._backward(queries, keys, score, dq, delivery)
+
+    def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
+        self._portable(queries.q, keys, score)._query_gradients(queries, keys, score, dq)
+
+    def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
+        return self._portable(queries.q, keys, score)._key_gradients(queries, keys, score)
+
+
+BACKENDS: dict[str, Backend] = {
+    "hopper": Hopper(), "triton": Triton(), "eager": Eager(),
+    "torch": Torch("cudnn", "flash"), "torch-flash": Torch("flash"), "torch-cudnn": Torch("cudnn"),
+}  # fmt: skip
 AUTO = ("hopper", "triton", "eager")  # what "auto" tries on a GPU, in this order
 
 

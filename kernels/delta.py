@@ -50,6 +50,26 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).contiguous()
 
 
+def output_of_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient and an output whose row sums of products are delta, (batch, heads, seq), in the dtype of
+    ``dout``: operators take no delta, but sum up ``dout * out``, and a chunk of keys comes with delta alone.
+
+    ``out = dout * delta / |dout|^2``, whose error is at most that of the output itself, which is no shorter. Where dout
+    is (nearly) zero and delta is not, as of a loss of lse alone, dout is raised to a number that is as little of delta
+    as the dtype allows.
+    """
+    delta = delta.transpose(1, 2)[..., None]
+    norm = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=delta.dtype)
+    largest = 2.0**15 if dout.dtype == torch.float16 else 2.0**40
+    least = torch.finfo(dout.dtype).tiny
+    small = norm * largest < delta.abs()
+    raised = torch.exp2(torch.ceil(torch.log2((delta.abs() / largest).clamp_min(least))))
+    squared = torch.where(small, raised.square() * dout.shape[-1], norm.square())
+    ratio = torch.where(squared > 0, delta / squared, 0.0)
+    dout = torch.where(small, raised.to(dout.dtype), dout)
+    return dout, torch.mul(dout, ratio, out=torch.empty_like(dout))
+
+
 def _fill(delta: Tensor, outputs: Outputs, dout: Tensor) -> None:
     """Write :func:`row_delta` into ``delta``, (batch, q_heads, seq_q), some rows at a time."""
     out, dlse = outputs

@@ -61,7 +61,7 @@ class Partial:
         return cls.empty(batch, seq, heads, v.shape[-1], dtype=dtype, device=q.device)
 
     @classmethod
-    def from_output(cls, out: Tensor, lse: Tensor) -> Partial:
+    def from_out_lse(cls, out: Tensor, lse: Tensor) -> Partial:
         """Return the state of a finished attention, for example of another library.
 
         Args:

@@ -11,6 +11,7 @@ import torch
 from kernel_contract import CASES, check_backward, check_eager, check_forward, make_problem, refusals, use_small_tiles
 from suite import few
 from torch import Tensor
+from torch_operators import stand_in
 
 import ringattn
 from ringattn import virtual
@@ -19,9 +20,15 @@ from ringattn.kernels.contract import CompletionCounts, Keys, Queries
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 UNITS = {"hopper": 12}  # its tiles have 128 queries or keys
+if torch.cuda.is_available():
+    UNITS |= {"torch": 64, "torch-flash": 8, "torch-cudnn": 64}
 DIMS = {
     "eager": [(8, 5)],
     "triton": [(16, 16)],
+    **dict.fromkeys(
+        ("torch", "torch-flash", "torch-cudnn"),
+        [(64, 64), (96, 96), (128, 128), (256, 256)] if torch.cuda.is_available() else [(16, 16)],
+    ),
     "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)][: None if HOPPER else 1],
 }
 
@@ -35,6 +42,8 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch)
+    if not torch.cuda.is_available():
+        stand_in(monkeypatch)
 
 
 @pytest.mark.parametrize(

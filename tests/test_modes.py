@@ -72,7 +72,7 @@ def of_step(use: Callable[[ringattn.Step], object]) -> Callable[[Tensor], object
 
 
 def partial(x: Tensor) -> ringattn.Partial:
-    return ringattn.Partial.from_output(x, x.sum(-1).transpose(1, 2))
+    return ringattn.Partial.from_out_lse(x, x.sum(-1).transpose(1, 2))
 
 
 class Attend(nn.Module):
@@ -157,7 +157,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "Partial": lambda x: ringattn.Partial(*partial(x)).o,
     "Partial.empty": lambda x: ringattn.Partial.empty(1, N, HEADS, DIM).o,
     "Partial.empty_like": lambda x: ringattn.Partial.empty_like(x, x).o,
-    "Partial.from_output": lambda x: partial(x).o,
+    "Partial.from_out_lse": lambda x: partial(x).o,
     "Partial.finalize": lambda x: partial(x).finalize()[0],
     "Partial.add_sink": lambda x: partial(x).add_sink(x.new_zeros(HEADS)).finalize()[0],
     "Partial.rescale": lambda x: partial(x).rescale(partial(x).m + 1).finalize()[0],

@@ -141,12 +141,12 @@ def test_from_output_is_the_inverse_of_finalize() -> None:
     out, lse = whole.finalize()
     lse[0, 1, 2] = -INF
     out[0, 2, 1] = float("nan")  # what a kernel left in a row that saw nothing does not count
-    again, again_lse = Partial.from_output(out, lse).finalize()
+    again, again_lse = Partial.from_out_lse(out, lse).finalize()
     assert torch.equal(again_lse, lse)
     assert torch.equal(again, out.nan_to_num(nan=0.0))
 
     a, b = some(1), some(2)
-    joined = (Partial.from_output(*a.finalize()) + Partial.from_output(*b.finalize())).finalize()
+    joined = (Partial.from_out_lse(*a.finalize()) + Partial.from_out_lse(*b.finalize())).finalize()
     for x, y in zip(joined, (a + b).finalize(), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-14, atol=1e-14)
 
@@ -166,7 +166,7 @@ def test_states_are_float32_or_float64(given: torch.dtype, kept: torch.dtype) ->
     assert [x.dtype for x in state] == [kept] * 3
     assert state.o.shape == (2, 4, 3, 5)
     assert state.m.shape == state.l.shape == (2, 3, 4)
-    assert [x.dtype for x in Partial.from_output(q, torch.zeros(2, 3, 4))] == [kept] * 3
+    assert [x.dtype for x in Partial.from_out_lse(q, torch.zeros(2, 3, 4))] == [kept] * 3
 
 
 def test_gradcheck_through_the_algebra() -> None:
@@ -178,7 +178,7 @@ def test_gradcheck_through_the_algebra() -> None:
     parts = [leaf(1, 2, 2, 3) if i % 2 == 0 else leaf(1, 2, 2) for i in range(6)]  # out, lse, out, lse, out, lse
 
     def joined(*x: Tensor) -> tuple[Tensor, Tensor]:
-        a, b, c = (Partial.from_output(out, lse) for out, lse in zip(x[::2], x[1::2], strict=True))
+        a, b, c = (Partial.from_out_lse(out, lse) for out, lse in zip(x[::2], x[1::2], strict=True))
         return (a + (b + c)).finalize()
 
     assert torch.autograd.gradcheck(joined, parts)

@@ -1,0 +1,297 @@
+"""Attention by operators of torch: FlashAttention-2, or what ``torch.nn.attention.activate_flash_attention_impl`` has
+put in its place, and cuDNN.
+
+They attend to parts (:mod:`.parts`), and return out and lse: a partial state, see
+:meth:`.partial.Partial.from_out_lse`. Their backwards take out and lse of whole rows. Masks of many small parts stay
+with the portable kernels, whose tiles any interval may cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+
+from ..partial import Partial
+from .contract import Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
+from .delta import begin_backward, output_of_delta
+from .parts import Lengths, Part, Work, work_of
+
+
+class Flash:
+    """``aten::_flash_attention_forward`` and ``_backward``. Causal masks end at the bottom right."""
+
+    name = "flash"
+    many = True  # parts in one launch
+    ops: Any = torch.ops.aten
+
+    def unsupported(self, q: Tensor, v: Tensor) -> str | None:
+        return None if q.shape[-1] == v.shape[-1] else f"head dims {q.shape[-1]} of q and {v.shape[-1]} of v differ"
+
+    def split(self, part: Part) -> list[Part] | None:
+        """Return the parts that this operator takes instead of one; None if it has no such masks."""
+        return [part]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out, like q, and lse, (batch, heads, queries) float32. With ``lengths`` there is no batch."""
+        cu_q, cu_k, most_q, most_k = lengths or (None, None, q.shape[1], k.shape[1])
+        mask, window = self._mask(part)
+        out, lse, *_ = self.ops._flash_attention_forward(
+            q, k, v, cu_q, cu_k, most_q, most_k, 0.0, mask, False, scale=scale, **window
+        )
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, scale: float,
+        lengths: Lengths | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return dq, dk and dv, in the dtype of the inputs."""
+        cu_q, cu_k, most_q, most_k = lengths or (None, None, q.shape[1], k.shape[1])
+        mask, window = self._mask(part)
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+        result: tuple[Tensor, Tensor, Tensor] = self.ops._flash_attention_backward(
+            dout, q, k, v, out, lse, cu_q, cu_k, most_q, most_k, 0.0, mask, unused, unused, scale=scale, **window
+        )
+        return result
+
+    @staticmethod
+    def _mask(part: Part) -> tuple[bool, dict[str, int]]:
+        if part.left is None:
+            return part.causal, dict(window_size_left=-1, window_size_right=-1)
+        return False, dict(window_size_left=part.left, window_size_right=0 if part.causal else -1)
+
+
+class Cudnn:
+    """``aten::_scaled_dot_product_cudnn_attention`` and its backward: full and square causal masks. It makes a plan for
+    every shape, which takes long, so only lengths that do not follow those of documents are worth it."""
+
+    name = "cudnn"
+    many = False
+    ops: Any = torch.ops.aten
+    unit = 64  # tokens
+
+    def unsupported(self, q: Tensor, v: Tensor) -> str | None:
+        return None
+
+    def split(self, part: Part) -> list[Part] | None:
+        (first, past), (low, high) = part.rows, part.keys
+        if part.left is not None or (past - first) % self.unit or (high - low) % self.unit:
+            return None
+        if not part.causal or high - low == past - first:
+            return [part]
+        middle = high - (past - first)  # causal masks begin at the top left: keys before the square are for all
+        return [Part(part.rows, (low, middle), False, None), Part(part.rows, (middle, high), True, None)]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, part: Part, scale: float, lengths: Lengths | None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = self.ops._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, part.causal, False, scale=scale
+        )
+        return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, scale: float,
+        lengths: Lengths | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        most_q, most_k = q.shape[1], k.shape[1]
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of dropout
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        dq, dk, dv = self.ops._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse[..., None], unused, unused, None, None, None, most_q, most_k, 0.0, part.causal,
+            scale=scale,
+        )  # fmt: skip
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+Operator = Flash | Cudnn
+OPERATORS: dict[str, Operator] = {"flash": Flash(), "cudnn": Cudnn()}
+
+
+# --- what they can do ---------------------------------------------------------------------------------------------
+
+
+def unsupported(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, score: Score, backward: bool) -> str | None:
+    """Return None if one of the operators can attend with these tensors, otherwise the reason."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} of q, k, v are not float16 or bfloat16"
+    if max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] % 8 or v.shape[-1] % 8:
+        return f"head dims {q.shape[-1]} of q and {v.shape[-1]} of v: multiples of 8 up to 256 are possible"
+    if not score.plain:
+        what = "softcap" if score.softcap else "ALiBi" if score.alibi_slopes is not None else "score modifications"
+        return f"torch's operators have no {what}{' in the backward' * (what == 'ALiBi')}"
+    if score.softmax_scale <= 0:
+        return f"softmax_scale {score.softmax_scale} is not positive"
+    reasons = _reasons(names, q, k, v, backward)
+    return None if None in reasons else "; ".join(str(reason) for reason in reasons)
+
+
+def _reasons(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, backward: bool) -> list[str | None]:
+    """Return for each operator why it cannot attend with these tensors."""
+    impl = attention.current_flash_attention_impl()
+    sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    return [
+        operator.unsupported(q, v) or failure(operator, q.device, q.dtype, sizes, backward, impl)
+        for operator in map(OPERATORS.__getitem__, names)
+    ]
+
+
+@functools.lru_cache(256)
+def failure(
+    operator: Operator, device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], backward: bool,
+    impl: str | None,
+) -> str | None:  # fmt: skip
+    """Return what an operator says to a small call, None if it runs: which head dims and GPUs it has depends on how
+    torch was built, and on cuDNN. ``impl``: of FlashAttention that is active."""
+    if operator.ops is torch.ops.aten and (device.type != "cuda" or torch.version.hip is not None):
+        return f"{operator.name} needs a GPU of NVIDIA, not {'HIP' if device.type == 'cuda' else device.type}"
+    heads, kv_heads, dim, dim_v = sizes
+    shapes = (heads, dim), (kv_heads, dim), (kv_heads, dim_v)
+    q, k, v = (torch.zeros(1, 128, *shape, dtype=dtype, device=device) for shape in shapes)
+    part = Part((0, 128), (0, 128), True, None)
+    try:
+        out, lse = operator.forward(q, k, v, part, 1.0, None)
+        if backward:
+            operator.backward(out, q, k, v, out, lse.contiguous(), part, 1.0, None)
+    except Exception as error:
+        return f"{operator.name} does not run here ({(str(error) or type(error).__name__).splitlines()[0][:200]})"
+    return None
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def work(names: Sequence[str], q: Tensor, keys: Keys, backward: bool) -> Work:
+    """Return what runs a block."""
+    reasons = _reasons(names, q, keys.k, keys.v, backward)
+    able = tuple(OPERATORS[name] for name, reason in zip(names, reasons, strict=True) if reason is None)
+    return work_of(keys.block, len(q), able)
+
+
+def forward(work: Work, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
+    """Attend to one chunk of keys, see :meth:`.backends.Backend.forward`."""
+    shape, fresh = (*q.shape[:3], keys.v.shape[3]), state is None and score.sink is None
+    alone = fresh and finalize and work.once
+    if alone and work.every and len(work.launches) == 1 and work.launches[0].batch == (0, len(q)):
+        _, result = next(_results(work, q, keys, score))
+        return result
+    result = Result(q.new_empty(shape), q.new_empty((len(q), shape[2], shape[1]), dtype=accumulation_dtype(q)))
+    if alone:
+        if not work.every:
+            result.out.zero_()
+            result.lse.fill_(float("-inf"))
+        for (batch, rows), (out, lse) in _results(work, q, keys, score):
+            result.out[batch, rows], result.lse[batch, :, rows] = out, lse
+        return result
+    fresh = fresh and work.once and work.every
+    if fresh:  # uninitialized
+        state = Partial(*(torch.empty_like(result.lse) for _ in range(2)), q.new_empty(shape, dtype=result.lse.dtype))
+    elif state is None:
+        state = Partial.empty_like(q, keys.v)
+        if score.sink is not None:
+            m = score.sink[:, None].expand_as(state.m).clone(memory_format=torch.contiguous_format)
+            state = Partial(m, torch.ones_like(m), state.o)
+    everything = slice(0, len(q)), slice(0, shape[1])
+    for number, (where, part) in enumerate(_results(work, q, keys, score)):
+        if finalize and number == len(work.launches) - 1 and where == everything:
+            _join(state, where, part, result, fresh)
+            return result
+        _join(state, where, part, None, fresh)
+    if not finalize:
+        return state
+    _join(state, everything, None, result, False)
+    return result
+
+
+Where = tuple[slice, slice]  # batch elements and queries
+
+
+def _results(work: Work, q: Tensor, keys: Keys, score: Score) -> Iterator[tuple[Where, Result]]:
+    """Yield the results of the launches, and of which queries they are."""
+    for launch in work.launches:
+        lengths, (rows, columns) = launch.tables(keys.block, q.device)
+        batch, where = slice(*launch.batch), slice(*launch.rows)
+        tensors = [_taken(x[batch], at, lengths) for x, at in ((q, rows), (keys.k, columns), (keys.v, columns))]
+        out, lse = launch.operator.forward(*tensors, launch.parts[0], score.softmax_scale, lengths)
+        if lengths is not None:
+            out, lse = out[None], lse[None]
+        if isinstance(rows, Tensor):  # queries of other parts are among these
+            n, at = where.stop - where.start, rows - where.start
+            out = out.new_zeros(1, n, *out.shape[2:]).index_copy_(1, at.long(), out)
+            lse = lse.new_full((1, lse.shape[1], n), float("-inf")).index_copy_(2, at.long(), lse)
+        yield (batch, where), Result(out, lse)
+
+
+def _taken(x: Tensor, at: slice | Tensor, lengths: Lengths | None, dim: int = 1) -> Tensor:
+    """Return some tokens, without the batch if there are lengths."""
+    x = x[(slice(None),) * dim + (at,)] if isinstance(at, slice) else x.index_select(dim, at)
+    return x if lengths is None else x[0]
+
+
+def _join(total: Partial, where: Where, part: Result | None, into: Result | None, fresh: bool) -> None:
+    """Add finished attention to some queries of a state, or write the sum of both."""
+    (m, l, o), (batch, rows) = total, where
+    some = Partial(m[batch, :, rows], l[batch, :, rows], o[batch, rows])
+    if into is not None:
+        into = Result(into.out[batch, rows], into.lse[batch, :, rows])
+    if o.is_cuda and o.dtype == torch.float32 and has_triton():
+        from .triton.joining import join
+
+        return join(some, part, into, fresh)
+    joined = some
+    if part is not None:
+        new = Partial.from_out_lse(*part)
+        joined = new if fresh else some + new
+    for x, y in zip(some if into is None else into, joined if into is None else joined.finalize(), strict=True):
+        x.copy_(y)
+
+
+def backward(
+    work: Work, queries: Queries, keys: Keys, score: Score, dq: Tensor, delivery: Delivery
+) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of one chunk of keys and add to dq, see :meth:`.backends.Backend.backward`."""
+    q, dout, lse, delta = queries
+    out = None
+    if delivery.outputs is not None:
+        begin_backward(queries, delivery.outputs, dq)
+        out = delivery.outputs.out if delivery.outputs.dlse is None else None
+    if out is None:
+        dout, out = output_of_delta(dout, delta)
+    into = delivery.into
+    dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (keys.k, keys.v))
+    alone = len(work.launches) == 1 and work.launches[0].batch == (0, len(q))
+    if not alone:
+        dk.zero_()
+        dv.zero_()
+    for launch in work.launches:
+        lengths, (rows, columns) = launch.tables(keys.block, q.device)
+        batch = slice(*launch.batch)
+        q_, dout_, out_ = (_taken(x[batch], rows, lengths) for x in (q, dout, out))
+        k_, v_ = (_taken(x[batch], columns, lengths) for x in (keys.k, keys.v))
+        lse_ = _taken(lse[batch], rows, lengths, 2).contiguous()
+        gradients = launch.operator.backward(
+            dout_, q_, k_, v_, out_, lse_, launch.parts[0], score.softmax_scale, lengths
+        )
+        dq_, dk_, dv_ = gradients if lengths is None else (x[None] for x in gradients)
+        _add(dq[batch], rows, dq_)
+        if alone and columns == slice(0, keys.k.shape[1]):
+            return (dk_, dv_) if delivery.complete else (dk.copy_(dk_), dv.copy_(dv_))
+        for total, x in ((dk, dk_), (dv, dv_)):
+            if alone:
+                total.zero_()
+            _add(total[batch], columns, x)
+    return dk, dv
+
+
+def _add(total: Tensor, at: slice | Tensor, x: Tensor) -> None:
+    if isinstance(at, slice):
+        total[:, at].add_(x)
+    else:
+        total.index_add_(1, at, x.to(total.dtype))
