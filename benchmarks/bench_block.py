@@ -11,6 +11,7 @@
     python -m benchmarks.bench_block --passes sums sums-bwd --heads 4 --seq 524288     the cost of exact long sums
     python -m benchmarks.bench_block --passes deterministic-bwd          the cost of dq that is added in order
     python -m benchmarks.bench_block --no-flex                           without FlexAttention, which compiles per shape
+    python -m benchmarks.bench_block --borrowed --only-ours              our backends over operators of torch, too
     python -m benchmarks.bench_block --without triton "torch flash"      fewer kernels take less time
     python -m benchmarks.bench_block --graphs --seq 2048                 replay CUDA graphs instead of launching
 
@@ -67,7 +68,18 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.kernels import ALONE, DETERMINISTIC, OTHERS, OURS, TOGETHER, Other, captured, find_others, runners_of
+from benchmarks.kernels import (
+    ALONE,
+    BORROWED,
+    DETERMINISTIC,
+    OTHERS,
+    OURS,
+    TOGETHER,
+    Other,
+    captured,
+    find_others,
+    runners_of,
+)
 from benchmarks.segments import SHORTEST, Clock, EventTimer, Runner, Timer, measure, warm_up
 from benchmarks.shapes import MASKS, PACKED, SINKS, Mask, Shape
 from ringattn.tools.terminal import Parser
@@ -104,7 +116,8 @@ def main() -> None:
     )
     others = {} if args.only_ours else find_others(args.flex)
     others = {name: other for name, other in others.items() if name not in args.without}
-    setup = Setup(clock, [name for name in OURS if name not in args.without], others, peak)
+    kernels = [*OURS, *BORROWED] if args.borrowed else OURS
+    setup = Setup(clock, [name for name in kernels if name not in args.without], others, peak)
     x = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
     warm_up(lambda: x @ x, seconds=1.0)
     results = run(args, setup)
@@ -151,6 +164,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--segment", type=float, default=50.0, help=f"length of a segment in ms, at least {SHORTEST:g}")
     parser.add_argument("--flex", action=argparse.BooleanOptionalAction, default=True, help="measure FlexAttention")
     parser.add_argument("--graphs", action="store_true", help="replay captured launches")
+    parser.add_argument("--borrowed", action="store_true", help="also measure kernel='torch-flash' and 'torch-cudnn'")
     parser.add_argument("--only-ours", action="store_true", help="measure no other library")
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="NAME", help="kernels to skip, as named in the tables"
@@ -159,7 +173,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.kv_heads = args.kv_heads or args.heads
     if args.heads % args.kv_heads:
         parser.error(f"--kv-heads {args.kv_heads} does not divide --heads {args.heads}")
-    names = [*OURS, *OTHERS]
+    names = [*OURS, *BORROWED, *OTHERS]
     if unknown := [name for name in args.without if name not in names]:
         parser.error(f"--without {' '.join(map(repr, unknown))}: must be some of {', '.join(map(repr, names))}")
     if args.rounds < 1:

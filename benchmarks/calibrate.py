@@ -10,6 +10,10 @@ the least time of one step of a ring or reduce, and of a gather (with few tokens
 messages; and the exposed handshakes of a gather. Then it measures whole ring and gather calls, next to the model's
 times with these constants; the two should be close.
 
+Before all that it compares the kernels between which ``kernel="auto"`` chooses on GPUs that are not sm_90, the portable
+ones and FlashAttention and cuDNN of torch, and writes their rates to ``<hostname>-<gpu>-kernels.json`` in the same
+folder, also with one rank.
+
 The constants apply to groups of the same number of ranks. One rank of each host writes them to
 ``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or to the file RINGATTN_CALIBRATION). The
 file has separate constants for groups on one host, whose copy engines move keys, and for those whose messages do; over
@@ -41,13 +45,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
+from ringattn.kernels import ranking
 from ringattn.kernels.backends import choose
 from ringattn.kernels.contract import Keys, Queries, Score, accumulation_dtype
 from ringattn.kernels.delta import row_delta
 from ringattn.peer import driver as stream_memory
 from ringattn.predict import cost, dataflow_time
 from ringattn.shape import Shape
-from ringattn.tools import terminal
+from ringattn.tools import kernel_speed, terminal
 from ringattn.tools.terminal import Parser
 from ringattn.transport import group as transports
 from ringattn.transport.group import Pending
@@ -56,6 +61,8 @@ from scripts import ranks
 from scripts.arguments import token_count
 
 FEW = 16  # tokens per rank, so few that only launches and latencies matter
+HEAD_DIMS = (64, 96, 128, 256)  # with which kernels are compared
+KERNELS = ("triton", *ranking.OPERATORS)
 ROUNDS = 5  # in which calls are measured in turns
 FEW_OF_A_CALL = 512  # on a GPU: whole tiles, so that the same kernels and copies are launched as with many tokens
 LABELS = {
@@ -376,10 +383,30 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def rank_kernels(machine: Machine) -> None:
+    """Measure the kernels between which "auto" chooses, on all ranks at once, and write what one rank of each host
+    finds."""
+    machine.say("which kernel is the fastest")
+    rates = kernel_speed.compare(machine.device, HEAD_DIMS, tokens=machine.tokens, seconds=machine.seconds)
+    gpu = torch.cuda.get_device_name(machine.device)
+    if int(os.environ.get("LOCAL_RANK", machine.rank)) == 0:
+        ranking.write(gpu, rates)
+    dist.barrier()
+    ranking.forget()
+    if machine.rank == 0:
+        rows = [
+            [f"{dim}, {which}", *(f"{one.get(name, 0.0):.0f}" for name in KERNELS)]
+            for (dim, which), one in rates.items()
+        ]
+        print("\n".join(terminal.table(["TFLOP/s", *KERNELS], rows)))
+
+
 def run(args: argparse.Namespace, device: torch.device) -> Path:
     """Measure with the default group, write the file and return its path. Every rank must call this."""
     tokens = args.tokens or (8192 if device.type == "cuda" else 128)
     machine = Machine(device, tokens, args.seconds, args.kernel)
+    if machine.cuda:
+        rank_kernels(machine)
     if machine.world == 1:
         raise SystemExit("one rank needs no dataflow; use torchrun --nproc-per-node 2 or more")
     costs, measured, checked = machine.calibrate()

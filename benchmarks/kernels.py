@@ -26,7 +26,8 @@ from ringattn.kernels.contract import Block, Keys, Outputs, Queries, Score
 from ringattn.partial import Partial
 from scripts.ranks import one_line
 
-OURS = tuple(name for name in BACKENDS if name != "eager")
+BORROWED = ("torch-flash", "torch-cudnn")  # backends of ours that launch kernels of others
+OURS = tuple(name for name in BACKENDS if name != "eager" and not name.startswith("torch"))
 OTHERS = ("torch cuDNN", "torch flash", "FlexAttention", "FA3", "FA4", "cuDNN flex", "cuDNN 512")
 TOGETHER = ("fwd", "bwd")  # passes of all kernels
 # Passes of ours, each with a variant that does more; of others, too, if they have a deterministic backward
@@ -352,7 +353,7 @@ def runners_of(shape: Shape, mode: str, others: dict[str, Other], kernels: Seque
             print(f"{name}: skipped, {reason}")
             continue
         for title, launch in Ours(name, block, score).launches(mode, tensors).items():
-            add(title, launch, ours=True, compared=mode != "carry")
+            add(title, launch, ours=name not in BORROWED, compared=mode != "carry")
     for name, other_shape in shape.yardsticks().items() if runners and mode in TOGETHER else ():
         own = tensors if (other_shape.batch, other_shape.seq) == (shape.batch, shape.seq) else other_shape.random()
         kernel = runners[0].name

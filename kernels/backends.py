@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Backend:
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
         """Return None if this backend can attend with these tensors, otherwise the reason, in a few words."""
+        return None
+
+    def runs(self, block: Block, batch: int) -> tuple[str, str] | None:
+        """Return the kernels that run a block of one pass, and why not others; None if it is always this backend."""
         return None
 
     def forward(self, q: Tensor, keys: Keys, score: Score, state: Partial | None = None) -> Partial:
@@ -398,42 +402,37 @@ class Torch(Backend):
     for other blocks, gradients with the same bits on every run, and gradients of ordered blocks."""
 
     def __init__(self, *operators: str) -> None:
-        self.operators = operators
+        self.operators = operators  # names of torch_ops.OPERATORS
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
-        return self._module.unsupported(self.operators, q, k, v, score, backward)
+        return _load(".torch_ops").unsupported(self.operators, q, k, v, score, backward)
 
     def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
         return True
 
-    def describe(self, block: Block, shape: tuple[int, int, int, int]) -> str:
-        return self._module.work_of_names(block, self.operators)
-
-    @property
-    def _module(self) -> Any:
-        return _load(".torch_ops")
+    def runs(self, block: Block, batch: int) -> tuple[str, str] | None:
+        return _load(".torch_ops").runs(block, batch, self.operators)
 
     def _portable(self, q: Tensor, keys: Keys, score: Score) -> Backend:
-        portable = BACKENDS["triton"]
-        return BACKENDS["eager"] if not q.is_cuda or portable.unsupported(q, keys.k, keys.v, score) else portable
+        return BACKENDS["eager" if not q.is_cuda or BACKENDS["triton"].unsupported(q, *keys[:2], score) else "triton"]
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
-        work = self._module.work(self.operators, q, keys, False)
+        work = _load(".torch_ops").work(self.operators, q, keys, False)
         if work.why:
             return self._portable(q, keys, score)._forward(q, keys, score, state, finalize)
-        return self._module.forward(work, q, keys, score, state, finalize)
+        return _load(".torch_ops").forward(work, q, keys, score, state, finalize)
 
     def _largest(self, q: Tensor, keys: Keys, score: Score) -> Tensor:
         return self._portable(q, keys, score)._largest(q, keys, score)
 
     def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
-        work = self._module.work(self.operators, queries.q, keys, True)
+        work = _load(".torch_ops").work(self.operators, queries.q, keys, True)
         if not work.why and not delivery.deterministic:
-            return self._module.backward(work, queries, keys, score, dq, delivery)
+            return _load(".torch_ops").backward(work, queries, keys, score, dq, delivery)
         if delivery.outputs is not None:
             begin_backward(queries, delivery.outputs, dq)
-            delivery = delivery._replace(outputs=None)
-        return self._portable(queries.q, keys, score)._backward(queries, keys, score, dq, delivery)
+        portable = self._portable(queries.q, keys, score)
+        return portable._backward(queries, keys, score, dq, delivery._replace(outputs=None))
 
     def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
         self._portable(queries.q, keys, score)._query_gradients(queries, keys, score, dq)
@@ -446,7 +445,6 @@ BACKENDS: dict[str, Backend] = {
     "hopper": Hopper(), "triton": Triton(), "eager": Eager(),
     "torch": Torch("cudnn", "flash"), "torch-flash": Torch("flash"), "torch-cudnn": Torch("cudnn"),
 }  # fmt: skip
-AUTO = ("hopper", "triton", "eager")  # what "auto" tries on a GPU, in this order
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -457,23 +455,38 @@ def kernel_names() -> tuple[str, ...]:
 def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> Backend:
     """Return the backend that runs: the one named, or for ``"auto"`` the fastest that can.
 
-    "auto" is "eager" on the CPU, where the Triton backends run in the interpreter only when asked by name.
+    "auto" is "eager" on the CPU, where the Triton backends run in the interpreter only when asked by name, and "torch"
+    where an operator of torch is the fastest (:mod:`.ranking`). What RINGATTN_KERNEL names comes first if it can run.
 
     Raises:
-        ValueError: an unknown name, or a backend that cannot do this; the message names one that can.
+        ValueError: unknown, or a backend that cannot do this; the message names one that can.
     """
 
     def reason(name: str) -> str | None:
         return BACKENDS[name].unsupported(q, k, v, score, backward=backward)
 
     if kernel == "auto":
-        return BACKENDS[next(name for name in AUTO if not reason(name)) if q.is_cuda else "eager"]
-    if kernel not in BACKENDS:
-        raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(map(repr, kernel_names()))}")
+        names = ("eager",) if not q.is_cuda else _load(".ranking").names(q, v, backward)
+        if first := os.environ.get("RINGATTN_KERNEL"):
+            named(first, "RINGATTN_KERNEL")
+            names = (first, *names)
+        return BACKENDS[next(name for name in names if not reason(name))]
+    backend = named(kernel)
     if why := reason(kernel):
         able = [name for name in BACKENDS if not reason(name)]
         way = "backward" if backward else "forward"
         raise ValueError(f"kernel={kernel!r} cannot run this {way}: {why}; kernels that can: {able}")
+    return backend
+
+
+def named(kernel: str, source: str = "kernel") -> Backend:
+    """Return a backend by its name.
+
+    Raises:
+        ValueError: there is none; ``source`` says where the name comes from.
+    """
+    if kernel not in BACKENDS:
+        raise ValueError(f"{source}={kernel!r} is unknown; use one of {', '.join(map(repr, kernel_names()))}")
     return BACKENDS[kernel]
 
 

@@ -1,7 +1,7 @@
 """Attention by operators of torch: FlashAttention-2, or what ``torch.nn.attention.activate_flash_attention_impl`` has
 put in its place, and cuDNN.
 
-They attend to parts (:mod:`.parts`), and return out and lse: a partial state, see
+They attend to parts (:mod:`.rectangles`), and return out and lse: a partial state, see
 :meth:`.partial.Partial.from_out_lse`. Their backwards take out and lse of whole rows. Masks of many small parts stay
 with the portable kernels, whose tiles any interval may cut.
 """
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import attention
 
 from ..partial import Partial
-from .contract import Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
+from . import ranking
+from .contract import Block, Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 from .delta import begin_backward, output_of_delta
-from .parts import Lengths, Part, Work, work_of
+from .rectangles import Lengths, Part, Work, work_of
 
 
 class Flash:
@@ -95,7 +96,7 @@ class Cudnn:
         out, lse, *_ = self.ops._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, part.causal, False, scale=scale
         )
-        return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+        return out.transpose(1, 2).contiguous(), lse.reshape(lse.shape[:3])
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part, scale: float,
@@ -130,17 +131,15 @@ def unsupported(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, score: Sc
     if score.softmax_scale <= 0:
         return f"softmax_scale {score.softmax_scale} is not positive"
     reasons = _reasons(names, q, k, v, backward)
-    return None if None in reasons else "; ".join(str(reason) for reason in reasons)
+    return None if None in reasons.values() else "; ".join(map(str, reasons.values()))
 
 
-def _reasons(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, backward: bool) -> list[str | None]:
-    """Return for each operator why it cannot attend with these tensors."""
-    impl = attention.current_flash_attention_impl()
+def _reasons(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, backward: bool) -> dict[Operator, str | None]:
+    """Return for each operator, the fastest first, why it cannot attend with these tensors."""
+    impl, order = attention.current_flash_attention_impl(), ranking.order(q, v, backward)
     sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    return [
-        operator.unsupported(q, v) or failure(operator, q.device, q.dtype, sizes, backward, impl)
-        for operator in map(OPERATORS.__getitem__, names)
-    ]
+    operators = [OPERATORS[name] for name in sorted(names, key=order.index)]
+    return {x: x.unsupported(q, v) or failure(x, q.device, q.dtype, sizes, backward, impl) for x in operators}
 
 
 @functools.lru_cache(256)
@@ -165,21 +164,27 @@ def failure(
     return None
 
 
+def runs(block: Block, batch: int, names: Sequence[str]) -> tuple[str, str]:
+    """Return what runs a block, where the operators have its head dims and dtype, and why the portable kernel."""
+    work = work_of(block, batch, tuple(map(OPERATORS.__getitem__, names)))
+    used = sorted({f"torch's {launch.operator.name}" for launch in work.launches})
+    return (" and ".join(used) or "nothing" if not work.why else "the portable kernel"), work.why
+
+
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
 def work(names: Sequence[str], q: Tensor, keys: Keys, backward: bool) -> Work:
     """Return what runs a block."""
     reasons = _reasons(names, q, keys.k, keys.v, backward)
-    able = tuple(OPERATORS[name] for name, reason in zip(names, reasons, strict=True) if reason is None)
-    return work_of(keys.block, len(q), able)
+    return work_of(keys.block, len(q), tuple(x for x, reason in reasons.items() if reason is None))
 
 
 def forward(work: Work, q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
     """Attend to one chunk of keys, see :meth:`.backends.Backend.forward`."""
     shape, fresh = (*q.shape[:3], keys.v.shape[3]), state is None and score.sink is None
     alone = fresh and finalize and work.once
-    if alone and work.every and len(work.launches) == 1 and work.launches[0].batch == (0, len(q)):
+    if alone and work.every and len(work.launches) == 1 and work.launches[0].batch == slice(0, len(q)):
         _, result = next(_results(work, q, keys, score))
         return result
     result = Result(q.new_empty(shape), q.new_empty((len(q), shape[2], shape[1]), dtype=accumulation_dtype(q)))
@@ -192,7 +197,8 @@ def forward(work: Work, q: Tensor, keys: Keys, score: Score, state: Partial | No
         return result
     fresh = fresh and work.once and work.every
     if fresh:  # uninitialized
-        state = Partial(*(torch.empty_like(result.lse) for _ in range(2)), q.new_empty(shape, dtype=result.lse.dtype))
+        m, l = result.lse.new_empty((2, *result.lse.shape))
+        state = Partial(m, l, result.lse.new_empty(shape))
     elif state is None:
         state = Partial.empty_like(q, keys.v)
         if score.sink is not None:
@@ -217,9 +223,9 @@ def _results(work: Work, q: Tensor, keys: Keys, score: Score) -> Iterator[tuple[
     """Yield the results of the launches, and of which queries they are."""
     for launch in work.launches:
         lengths, (rows, columns) = launch.tables(keys.block, q.device)
-        batch, where = slice(*launch.batch), slice(*launch.rows)
+        batch, where = launch.batch, launch.rows
         tensors = [_taken(x[batch], at, lengths) for x, at in ((q, rows), (keys.k, columns), (keys.v, columns))]
-        out, lse = launch.operator.forward(*tensors, launch.parts[0], score.softmax_scale, lengths)
+        out, lse = launch.operator.forward(*tensors, launch.part, score.softmax_scale, lengths)
         if lengths is not None:
             out, lse = out[None], lse[None]
         if isinstance(rows, Tensor):  # queries of other parts are among these
@@ -266,19 +272,16 @@ def backward(
         dout, out = output_of_delta(dout, delta)
     into = delivery.into
     dk, dv = into or (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (keys.k, keys.v))
-    alone = len(work.launches) == 1 and work.launches[0].batch == (0, len(q))
-    if not alone:
-        dk.zero_()
-        dv.zero_()
+    alone = len(work.launches) == 1 and work.launches[0].batch == slice(0, len(q))
+    for gradient in () if alone else (dk, dv):
+        gradient.zero_()
     for launch in work.launches:
         lengths, (rows, columns) = launch.tables(keys.block, q.device)
-        batch = slice(*launch.batch)
+        batch = launch.batch
         q_, dout_, out_ = (_taken(x[batch], rows, lengths) for x in (q, dout, out))
         k_, v_ = (_taken(x[batch], columns, lengths) for x in (keys.k, keys.v))
         lse_ = _taken(lse[batch], rows, lengths, 2).contiguous()
-        gradients = launch.operator.backward(
-            dout_, q_, k_, v_, out_, lse_, launch.parts[0], score.softmax_scale, lengths
-        )
+        gradients = launch.operator.backward(dout_, q_, k_, v_, out_, lse_, launch.part, score.softmax_scale, lengths)
         dq_, dk_, dv_ = gradients if lengths is None else (x[None] for x in gradients)
         _add(dq[batch], rows, dq_)
         if alone and columns == slice(0, keys.k.shape[1]):

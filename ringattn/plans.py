@@ -52,7 +52,7 @@ class Flow(Protocol):
 
     def moves_inside(self, plan: Plan) -> str: ...
 
-    def describe(self, plan: Plan, shape: Shape) -> str: ...
+    def describe(self, plan: Plan, shape: Shape, kernel: str) -> str: ...
 
     def verify(self, plan: Plan) -> str: ...
 
@@ -412,16 +412,16 @@ class Plan:
         return self.flow.memory_bytes(self, Shape(**shape), backward)
 
     @on_the_host
-    def describe(self, **shape: int) -> str:
-        """Return as text which shards meet at which step, the bytes that move, predicted time and memory, and why
-        "auto" chose this dataflow.
+    def describe(self, *, kernel: str = "auto", **shape: int) -> str:
+        """Return as text which shards meet at which step, the bytes that move, predicted time and memory, why "auto"
+        chose this dataflow, and for a ``kernel`` that borrows others which parts run where, and why.
 
         Predictions are for ``shape`` (:class:`.shape.Shape`); they are arithmetic, not measurements, with one set of
         rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this machine, or default
         ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan` describes GPUs on a
         machine that has none.
         """
-        return self.flow.describe(self, Shape(**shape))
+        return self.flow.describe(self, Shape(**shape), kernel)
 
     @on_the_host
     def verify(self) -> str:

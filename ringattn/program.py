@@ -311,15 +311,15 @@ class _Recorder(TorchDispatchMode):
         if not made:
             not_repeatable(f"the host reads what {func} returns")
         elif not {_storage(x) for x in given}.issuperset(map(_storage, made)):
-            self._made(func, values, made)
+            self._made(func, values, made, result)
         elif any(x.alias_info is not None and x.alias_info.is_write for x in func._schema.arguments):
             source.line(f"{source.name(func)}({values})")
         for x in made:
             source.place(x)  # views keep memory alive
         return result
 
-    def _made(self, func: Any, values: str, made: list[Tensor]) -> None:
-        """Note an operation of torch that makes tensors."""
+    def _made(self, func: Any, values: str, made: list[Tensor], result: Any) -> None:
+        """Note an operation of torch that makes tensors, perhaps next to numbers and to results that are absent."""
         source = self.source
         if func.overloadpacket in _NEW:
             (x,) = made
@@ -329,7 +329,12 @@ class _Recorder(TorchDispatchMode):
             call = source.name(func)
         source.line("")  # frees what is dead before there is more
         names = [source.add(x) for x in made]
-        source.lines[-1] = f"{', '.join(names)} = {call}({values})"
+        if isinstance(result, (tuple, list)):
+            rest = iter(names)
+            names_of = "".join([f"{next(rest) if isinstance(x, Tensor) else '_'}, " for x in result])
+        else:
+            (names_of,) = names
+        source.lines[-1] = f"{names_of} = {call}({values})"
         source.lines += [f"{name}_at = {name}.data_ptr()" for name in names]
 
     def call(self, function: recorded[..., R], args: tuple[Any, ...]) -> R:

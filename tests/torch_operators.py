@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import parts, torch_ops
+from ringattn.kernels import rectangles, torch_ops
 
 
 def checked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Exact:
         assert x["dropout_p"] == 0.0
         parts_of = list(self.ragged(x))
         if x["cum_seq_q"] is None:
-            (q, k, v, mask), = parts_of
+            ((q, k, v, mask),) = parts_of
             out, lse = attend(q, k, v, mask, x["scale"])
         else:
             results = [attend(q[None], k[None], v[None], mask, x["scale"]) for q, k, v, mask in parts_of]
@@ -164,7 +164,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, least: int = 4, unit: int = 1) -> 
     for operator in torch_ops.OPERATORS.values():
         monkeypatch.setattr(operator, "ops", exact)
     monkeypatch.setattr(torch_ops.OPERATORS["cudnn"], "unit", unit)
-    monkeypatch.setattr(parts, "LEAST", least)
+    monkeypatch.setattr(rectangles, "LEAST", least)
     torch_ops.failure.cache_clear()
     monkeypatch.setattr(torch_ops, "failure", lambda *args: None)
     return exact

@@ -133,7 +133,11 @@ class Dataflow:
 
     def prepare(self, plan: Plan) -> None:
         """Make the blocks of the plan's rank, before they are needed."""
-        list(TravellingShards(plan, self.moves_queries).own_blocks())  # the plan keeps them
+        list(self.own_blocks(plan))  # the plan keeps them
+
+    def own_blocks(self, plan: Plan) -> Iterator[Block]:
+        """Yield what the plan's rank computes."""
+        return TravellingShards(plan, self.moves_queries).own_blocks()
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
         """Yield everything that is computed: the rank whose queries they are, and the block."""
@@ -179,8 +183,8 @@ class Dataflow:
         """Return what moves tokens inside of a node: "messages" or "copy engines"."""
         return "messages"
 
-    def describe(self, plan: Plan, shape: Shape) -> str:
+    def describe(self, plan: Plan, shape: Shape, kernel: str = "auto") -> str:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
         from .description import describe
 
-        return describe(self, plan, shape)
+        return describe(self, plan, shape, kernel)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
+
 from ..choosing import costs_of
+from ..kernels import backends
+from ..kernels.contract import Score
 from ..layouts.loads import LISTED, Loads, work_of_ranks
-from ..plans import Flow, Plan
+from ..plans import Plan
 from ..predict.cost import LINKS
 from ..shape import Shape
 
+if TYPE_CHECKING:
+    from .base import Dataflow
 
-def describe(flow: Flow, plan: Plan, shape: Shape) -> str:
+
+def describe(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> str:
     """Return what moves and when, the time and memory that are predicted, and the balance of work."""
     n = plan.world_size
     costs, source = costs_of(plan.transport) if plan.choice is None else (plan.choice.costs, plan.choice.source)
@@ -58,8 +67,37 @@ def describe(flow: Flow, plan: Plan, shape: Shape) -> str:
     else:
         lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
     lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
+    lines += kernels(flow, plan, shape, kernel)
     lines += [plan.why] * bool(plan.why)
     return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
+
+
+def kernels(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> list[str]:
+    """Return lines that say what runs the blocks of this rank, if the kernel borrows others.
+
+    Raises:
+        ValueError: there is no such kernel, or it cannot run this; the message names one that can.
+    """
+    device = plan.transport.device
+    if kernel == "auto":
+        if device.type == "cpu" or not torch.cuda.is_available():
+            return []
+        heads = (shape.q_heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.value_dim)
+        dtype = {2: torch.bfloat16, 4: torch.float32}.get(shape.itemsize, torch.float64)
+        q, k, v = (torch.empty(1, 1, *sizes, dtype=dtype, device=device) for sizes in heads)
+        backend = backends.choose(kernel, q, k, v, Score(1.0))
+    else:
+        backend = backends.named(kernel)
+    counts: dict[tuple[str, str], int] = {}
+    for block in flow.own_blocks(plan):
+        for one in block.passes:
+            if (how := backend.runs(one, shape.batch)) is not None:
+                counts[how] = counts.get(how, 0) + 1
+    total, rank = sum(counts.values()), f"rank {plan.rank}"
+    return [
+        f"  kernel: {what} for {count} of {total} block{'s' * (total > 1)} of {rank}{f' ({why})' * bool(why)}"
+        for (what, why), count in counts.items()
+    ]
 
 
 def shortened(items: list[str], what: str) -> list[str]:

@@ -137,8 +137,11 @@ class Gather(Dataflow):
         verify.check_coverage(plan, self.blocks(plan))
         return verify.Proof.of(plan, "and all that a rank fetches is in its owner's shard and in rows of its own")
 
+    def own_blocks(self, plan: Plan) -> Iterator[Block]:
+        yield gathered_block(plan)
+
     def prepare(self, plan: Plan) -> None:
-        gathered_block(plan)
+        super().prepare(plan)
         transfer_of(plan).prepare()
 
     def moves_inside(self, plan: Plan) -> str:

@@ -6,11 +6,8 @@ They come from a file that ``benchmarks/calibrate.py`` wrote on this machine, or
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
-import re
-import socket
 import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -97,9 +94,7 @@ def path(gpu: str, world_size: int) -> Path:
     value of RINGATTN_CALIBRATION. ``gpu``: the device's name, or "cpu"."""
     if file := os.environ.get("RINGATTN_CALIBRATION"):
         return Path(file)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # stays "~" if there is no home
-    name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in (socket.gethostname(), gpu))
-    return Path(cache) / "ringattn" / f"{name}-{world_size}.json"
+    return json_file.of_machine(gpu, world_size)
 
 
 def write(file: Path, link: str, costs: Costs) -> None:
@@ -112,12 +107,7 @@ def write(file: Path, link: str, costs: Costs) -> None:
     except (OSError, ValueError, TypeError, KeyError):
         pass
     links[link] = asdict(costs)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")  # hosts may share the folder
-    private = functools.partial(os.open, mode=0o600)  # other users must not choose the dataflows of this one
-    with open(fresh, "w", opener=private) as out:
-        out.write(json.dumps({"version": VERSION, "links": links}, indent=1) + "\n")
-    fresh.replace(file)
+    json_file.write(file, {"version": VERSION, "links": links})
     read.cache_clear()
 
 

@@ -39,6 +39,7 @@ from ..factory import Plan
 from ..kernels import backends, contract
 from ..masks.intervals import Mask
 from ..peer import driver
+from . import kernel_speed
 from .terminal import Parser
 
 SECONDS = 10.0  # of the numerical self-test
@@ -119,10 +120,14 @@ def gpus() -> Iterator[Finding]:
         text = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory}"
         advice = "another process uses this GPU: see nvidia-smi"
         yield judged(free > total / 2, "warn", f"GPU {index}", text, advice)
-    chosen = backends.choose("auto", q, q, q, contract.Score(1.0))
-    name = next(name for name, backend in backends.BACKENDS.items() if backend is chosen)
+    chosen = [backends.choose("auto", q, q, q, contract.Score(1.0), backward=backward) for backward in (False, True)]
+    names = [next(name for name, backend in backends.BACKENDS.items() if backend is one) for one in chosen]
     advice = "the compiled kernels cannot run here: Triton and a GPU of sm_80 or newer are needed"
-    yield judged(name != "eager", "warn", "kernel", f"{name} for bf16 of head dim 128", advice)
+    yield judged("eager" not in names, "warn", "kernel", f"{' and '.join(dict.fromkeys(names))} for bf16 of head dim 128",
+                 advice)  # fmt: skip
+    rates = kernel_speed.measure("auto", q.device, 128, tokens=4096, seconds=1.0)
+    text = ", ".join(f"{which} {rate:.0f} TFLOP/s" for which, rate in rates.items())
+    yield ok("kernel speed", f"{text} ({' and '.join(dict.fromkeys(names))}; causal, 4096 tokens, heads 32/8 of 128)")
 
 
 def links() -> Iterator[Finding]:
@@ -177,7 +182,7 @@ SETTINGS = (
     ("RINGATTN_CHECK", "1", "warn", "all ranks compare every call, which takes time; unset it after debugging"),
     ("RINGATTN_PULLS", "0", "warn", "no copy engines; unset it unless they fail here"),
 )
-OURS = {"RINGATTN_TIMEOUT", "RINGATTN_CHECK", "RINGATTN_PULLS", "RINGATTN_CALIBRATION"}
+OURS = {"RINGATTN_TIMEOUT", "RINGATTN_CHECK", "RINGATTN_PULLS", "RINGATTN_CALIBRATION", "RINGATTN_KERNEL"}
 
 
 def settings() -> Iterator[Finding]:

@@ -16,9 +16,8 @@ So a causal zigzag is two parts, documents are one each, prefixes, chunks and im
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +50,6 @@ class Lengths(NamedTuple):
     most_k: int
 
 
-
-
 def parts_of(start: np.ndarray, end: np.ndarray, most: int) -> list[Part] | None:
     """Return the parts of one row of a mask, (queries,) each; None if there are more than ``most``."""
     n = len(start)
@@ -77,54 +74,52 @@ def parts_of(start: np.ndarray, end: np.ndarray, most: int) -> list[Part] | None
     return parts
 
 
-class Operator(Protocol):
-    """What attends to parts. ``many``: parts in one launch. ``split``: the parts that it takes instead of one, None if
-    it has no such mask."""
+class Side(NamedTuple):
+    """The queries or the keys of parts: where each begins and ends, the largest number, and the slice of all of them;
+    None if they are not neighbours."""
 
-    name: str
-    many: bool
+    bounds: tuple[tuple[int, int], ...]
+    most: int
+    inside: slice | None
 
-    def split(self, part: Part) -> list[Part] | None: ...
+    @classmethod
+    def of(cls, bounds: Sequence[tuple[int, int]]) -> Side:
+        neighbours = all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+        most = max(past - first for first, past in bounds)
+        return cls(tuple(bounds), most, slice(bounds[0][0], bounds[-1][1]) if neighbours else None)
 
 
-@dataclass(frozen=True)
 class Launch:
-    """One call of an operator. ``number``: among those of the block; ``batch``: elements."""
+    """One call of an operator, for one part or many. ``batch``: elements; ``rows``: from the first query to the last
+    one."""
 
-    operator: Operator
-    number: int
-    batch: tuple[int, int]
-    parts: tuple[Part, ...]
+    _numbers = itertools.count()
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.parts[0].rows[0], self.parts[-1].rows[1]
+    def __init__(self, operator: Any, batch: tuple[int, int], parts: Sequence[Part]) -> None:
+        self.operator, self.part, self.several = operator, parts[0], len(parts) > 1
+        self.batch, self.rows = slice(*batch), slice(parts[0].rows[0], parts[-1].rows[1])
+        self._sides = Side.of([part.rows for part in parts]), Side.of([part.keys for part in parts])
+        self._number = next(self._numbers)  # of its tables
 
     def tables(self, block: Block, device: torch.device) -> tuple[Lengths | None, list[slice | Tensor]]:
-        """Return the lengths of many parts, and where their queries and keys are."""
-        sides = [[part.rows for part in self.parts], [part.keys for part in self.parts]]
-        if len(self.parts) == 1:
-            return None, [slice(*side[0]) for side in sides]
-        joined = [all(a[1] == b[0] for a, b in itertools.pairwise(side)) for side in sides]
+        """Return the lengths of many parts, and which queries and keys of the block they have."""
+        if not self.several:
+            return None, [slice(*side.bounds[0]) for side in self._sides]
 
         def make() -> tuple[Tensor, ...]:
-            lengths = [[past - first for first, past in side] for side in sides]
-            cumulated = [torch.tensor([0, *x]).cumsum(0) for x in lengths]
-            places = [torch.cat([torch.arange(*x) for x in side]) for side, one in zip(sides, joined, strict=True)
-                      if not one]  # fmt: skip
-            return tuple(x.to(torch.int32) for x in (*cumulated, *places))
+            ends = [torch.tensor([0, *(past - first for first, past in x.bounds)]).cumsum(0) for x in self._sides]
+            apart = [x.bounds for x in self._sides if x.inside is None]
+            places = [torch.cat([torch.arange(first, past) for first, past in bounds]) for bounds in apart]
+            return tuple(x.to(torch.int32) for x in (*ends, *places))
 
-        cu_q, cu_k, *places = block.on(device, ("torch", self.operator.name, self.number), make)
-        most_q, most_k = (max(past - first for first, past in side) for side in sides)
-        where = [
-            slice(side[0][0], side[-1][1]) if one else places.pop(0) for side, one in zip(sides, joined, strict=True)
-        ]
-        return Lengths(cu_q, cu_k, most_q, most_k), where
+        ends_q, ends_k, *places = block.on(device, ("torch", self._number), make)
+        where = [x.inside or places.pop(0) for x in self._sides]
+        return Lengths(ends_q, ends_k, self._sides[0].most, self._sides[1].most), where
 
 
 class Work(NamedTuple):
-    """What runs a block: launches, or why there are none. ``once``, ``every``: no query is in two of them, every query
-    is in one."""
+    """What runs a block: launches, or why there are none. ``once``, ``every``: no query lies between the first and the
+    last one of two launches, every query of one."""
 
     launches: tuple[Launch, ...]
     once: bool
@@ -132,13 +127,13 @@ class Work(NamedTuple):
     why: str = ""
 
 
-def work_of(block: Block, batch: int, operators: tuple[Operator, ...]) -> Work:
+def work_of(block: Block, batch: int, operators: tuple[Any, ...]) -> Work:
     """Return what runs a block with these operators, of which the first one that has a mask takes it. Made once."""
     key = "torch", batch, *(operator.name for operator in operators)
     return block.memo.once(key, lambda: _work(block, batch, operators))
 
 
-def _work(block: Block, batch: int, operators: tuple[Operator, ...]) -> Work:
+def _work(block: Block, batch: int, operators: tuple[Any, ...]) -> Work:
     def portable(why: str) -> Work:
         return Work((), False, False, why)
 
@@ -156,7 +151,7 @@ def _work(block: Block, batch: int, operators: tuple[Operator, ...]) -> Work:
             elements = (row, row + 1) if len(start) > 1 else (0, batch)
             parts = parts_of(start[row], end[row], most)
             if parts is None:
-                return portable(f"more than {most} parts: tiles would be mostly empty")
+                return portable(f"more than {most} parts of {block.seq_q} queries, whose tiles would be mostly empty")
             parts = [part._replace(keys=(part.keys[0] + first, part.keys[1] + first)) for part in parts]
             alone = [next(((o, x) for o in operators if (x := o.split(part))), None) for part in parts]
             if len(parts) <= SINGLE and None in alone:
@@ -174,7 +169,6 @@ def _work(block: Block, batch: int, operators: tuple[Operator, ...]) -> Work:
                 if len(kinds) > LAUNCHES:
                     return portable(f"{len(kinds)} kinds of parts")
             for operator, which, taken in new:
-                launches.append(Launch(operator, len(launches), which, tuple(taken)))
-                for part in taken:
-                    seen[slice(*which), slice(*part.rows)] += 1
+                launches.append(Launch(operator, which, taken))
+                seen[launches[-1].batch, launches[-1].rows] += 1
     return Work(tuple(launches), bool((seen <= 1).all()), bool((seen > 0).all()))
