@@ -60,8 +60,7 @@ def output_of_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """
     delta = delta.transpose(1, 2)[..., None]
     norm = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=delta.dtype)
-    largest = 2.0**15 if dout.dtype == torch.float16 else 2.0**40
-    least = torch.finfo(dout.dtype).tiny
+    largest, least = (2.0**15, 2.0**-24) if dout.dtype == torch.float16 else (2.0**40, torch.finfo(dout.dtype).tiny)
     small = norm * largest < delta.abs()
     raised = torch.exp2(torch.ceil(torch.log2((delta.abs() / largest).clamp_min(least))))
     squared = torch.where(small, raised.square() * dout.shape[-1], norm.square())

@@ -123,11 +123,11 @@ def gpus() -> Iterator[Finding]:
     chosen = [backends.choose("auto", q, q, q, contract.Score(1.0), backward=backward) for backward in (False, True)]
     names = [next(name for name, backend in backends.BACKENDS.items() if backend is one) for one in chosen]
     advice = "the compiled kernels cannot run here: Triton and a GPU of sm_80 or newer are needed"
-    yield judged("eager" not in names, "warn", "kernel", f"{' and '.join(dict.fromkeys(names))} for bf16 of head dim 128",
-                 advice)  # fmt: skip
+    which = " and ".join(dict.fromkeys(names))
+    yield judged("eager" not in names, "warn", "kernel", f"{which} for bf16 of head dim 128", advice)
     rates = kernel_speed.measure("auto", q.device, 128, tokens=4096, seconds=1.0)
-    text = ", ".join(f"{which} {rate:.0f} TFLOP/s" for which, rate in rates.items())
-    yield ok("kernel speed", f"{text} ({' and '.join(dict.fromkeys(names))}; causal, 4096 tokens, heads 32/8 of 128)")
+    text = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in rates.items())
+    yield ok("kernel speed", f"{which}: {text}, causal, 4096 tokens, heads 32/8 of 128")
 
 
 def links() -> Iterator[Finding]:

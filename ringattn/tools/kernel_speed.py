@@ -51,8 +51,8 @@ def measure(
 
 
 def compare(device: torch.device, head_dims: Iterable[int], *, tokens: int, seconds: float) -> ranking.Rates:
-    """Return the TFLOP/s of the kernels between which :mod:`..kernels.ranking` decides, by head dim and pass; ``seconds``:
-    for each. Kernels that cannot run are left out."""
+    """Return the TFLOP/s of the kernels between which :mod:`..kernels.ranking` decides, by head dim and pass. Kernels
+    that cannot run are left out. ``seconds``: for each."""
     found: ranking.Rates = {}
     for head_dim in head_dims:
         for name in ("triton", *ranking.OPERATORS):
