@@ -43,7 +43,7 @@ def attention(
             flash-attn. Not differentiated.
         sink: (q_heads,), one logit per head that joins the denominator and lse once. Its gradient is this rank's
             part; the true one is the sum over ranks, as for any replicated parameter.
-        kernel: "eager", "triton", ..., or "auto": the fastest that supports the call.
+        kernel: "eager", "triton", "hopper", "torch", ..., or "auto": the fastest that supports the call.
         return_lse: also return the log-sum-exp.
         score_mod: any other elementwise change of scores (:class:`ringattn.kernels.contract.ScoreMod`); on the eager
             kernel.

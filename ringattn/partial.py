@@ -62,11 +62,12 @@ class Partial:
 
     @classmethod
     def from_out_lse(cls, out: Tensor, lse: Tensor) -> Partial:
-        """Return the state of a finished attention, for example of another library.
+        """Return the state of a finished attention, for example of another library's kernel.
 
         Args:
             out: (batch, seq, heads, head_dim).
-            lse: (batch, heads, seq), natural logarithm, -inf for rows that saw nothing.
+            lse: (batch, heads, seq), the natural logarithm of the sum of ``exp(score)``; -inf for rows that saw nothing.
+                Multiply one to the base 2 by ln 2.
         """
         seen = lse != float("-inf")
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32

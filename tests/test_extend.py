@@ -11,7 +11,9 @@ import dataclasses
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,14 +136,39 @@ class Dense(Backend):
         into = delivery.into
         return tuple(summed) if into is None else tuple(a.copy_(b) for a, b in zip(into, summed, strict=True))
 
-    def scores(self, q: Tensor, keys: Keys, score: Score) -> Tensor:
+    def visible(self, keys: Keys) -> Tensor:
         j, block = torch.arange(keys.k.shape[1]), keys.block
-        visible = (block.start[..., None] <= j) & (j < block.end[..., None])
+        return (block.start[..., None] <= j) & (j < block.end[..., None])
+
+    def scores(self, q: Tensor, keys: Keys, score: Score) -> Tensor:
         s = torch.einsum("bihd,bjhd->bhij", q, self.repeated(keys.k, q)) * score.softmax_scale
-        return s.masked_fill(~visible[:, None], float("-inf"))
+        return s.masked_fill(~self.visible(keys)[:, None], float("-inf"))
 
     def repeated(self, x: Tensor, q: Tensor) -> Tensor:
         return x.repeat_interleave(q.shape[2] // x.shape[2], 2)
+
+
+def theirs(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of another library, torch's own for CPUs: it returns out and lse, and 0 as lse where nothing is seen."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))[:, None]
+    padded = torch.nn.functional.pad(v, (0, q.shape[3] - v.shape[3]))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (q, k, padded)), attn_mask=bias, scale=scale
+    )
+    return out.transpose(1, 2)[..., : v.shape[3]], lse.where(visible.any(-1)[:, None], float("-inf"))
+
+
+class Borrowed(Dense):
+    """Another library's attention, which returns out and lse, the natural logarithm of the sums."""
+
+    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
+        out, lse = theirs(q, keys.k, keys.v, self.visible(keys), score.softmax_scale)
+        new = Partial.from_out_lse(out, lse)
+        if state is None and score.sink is not None:
+            new = new.add_sink(score.sink)
+        total = new if state is None else state + new
+        return Result(*total.finalize()) if finalize else total
 
 
 class DensePages(Paged):
@@ -191,6 +218,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(layout.LAYOUTS, "strided-halves", strided_halves)
     monkeypatch.setitem(DATAFLOWS, "broadcast", Broadcast())
     monkeypatch.setitem(BACKENDS, "dense", Dense())
+    monkeypatch.setitem(BACKENDS, "borrowed", Borrowed())
     monkeypatch.setitem(PAGED, "dense", DensePages())
 
 
@@ -274,8 +302,16 @@ def test_dataflows(mask: Mask) -> None:
 
 @pytest.mark.usefixtures("extended")
 @pytest.mark.parametrize("dataflow", FLOWS)
-def test_backends(dataflow: str) -> None:
-    hold(MASK, dataflow=dataflow, kernel="dense")
+@pytest.mark.parametrize("kernel", ["dense", "borrowed"])
+def test_backends(kernel: str, dataflow: str) -> None:
+    hold(MASK, dataflow=dataflow, kernel=kernel)
+
+
+def test_the_page_shows_how_kernels_of_others_join() -> None:
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().partition("## Extend")[2]
+    code = re.search(r"```python\n(class Borrowed.*?)```", page, re.S)
+    assert code is not None
+    assert code[1] == inspect.getsource(Borrowed).replace("  # type: ignore[no-untyped-def]", "")
 
 
 @pytest.mark.usefixtures("extended")
@@ -427,6 +463,7 @@ def test_modifications_can_be_compiled() -> None:
         (two_chunks, 10),
         (Broadcast, 60),
         (Dense, 40),
+        (Borrowed, 12),
         (DensePages, 25),
         (LogDistance, 20),
     ],

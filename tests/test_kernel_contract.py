@@ -1,6 +1,7 @@
 """Every backend of ``BACKENDS`` through every case of kernel_contract.py.
 
-Eager in float64 and float32 anywhere, Triton compiled on a GPU or else in its interpreter, Hopper on a Hopper GPU.
+Eager in float64 and float32 anywhere, Triton compiled on a GPU or else in its interpreter, Hopper on a Hopper GPU, those
+over operators of torch on a GPU or else on a stand-in.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ from torch_operators import stand_in
 
 import ringattn
 from ringattn import virtual
+from ringattn.kernels import torch_ops
 from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import CompletionCounts, Keys, Queries
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 UNITS = {"hopper": 12}  # its tiles have 128 queries or keys
+TORCH = ("torch", "torch-flash", "torch-cudnn")
 if torch.cuda.is_available():
-    UNITS |= {"torch": 64, "torch-flash": 8, "torch-cudnn": 64}
+    UNITS |= dict.fromkeys(TORCH, 16)
 DIMS = {
     "eager": [(8, 5)],
     "triton": [(16, 16)],
-    **dict.fromkeys(
-        ("torch", "torch-flash", "torch-cudnn"),
-        [(64, 64), (96, 96), (128, 128), (256, 256)] if torch.cuda.is_available() else [(16, 16)],
-    ),
+    **dict.fromkeys(TORCH, [(16, 16)]),
     "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)][: None if HOPPER else 1],
 }
+if torch.cuda.is_available():
+    DIMS |= {"torch": [(128, 128)], "torch-flash": [(64, 64), (96, 96), (128, 128), (256, 256)]}
+    DIMS |= {"torch-cudnn": [(64, 64), (128, 128)]}
 
 
 # In Triton's interpreter these take a third of the time; others have each of their properties, together with more.
@@ -42,7 +45,9 @@ PARTS = {
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_tiles(monkeypatch)
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        monkeypatch.setattr(torch_ops.OPERATORS["cudnn"], "unit", 16)
+    else:
         stand_in(monkeypatch)
 
 
@@ -90,6 +95,16 @@ def test_contract_of_hopper_in_float16(case: str) -> None:
     problem = make_problem(CASES[case], torch.float16, UNITS["hopper"], (128, 128))
     check_forward(BACKENDS["hopper"], problem)
     check_backward(BACKENDS["hopper"], problem)
+
+
+@pytest.mark.parametrize("backend", TORCH)
+@pytest.mark.parametrize("case", ["causal", "per-batch", "gqa", "chunks-window"])
+def test_contract_of_torch_in_float16(case: str, backend: str) -> None:
+    problem = make_problem(CASES[case], torch.float16, UNITS.get(backend, 1), (64, 64))
+    for reason in refusals(BACKENDS[backend], problem):
+        pytest.skip(reason)
+    check_forward(BACKENDS[backend], problem)
+    check_backward(BACKENDS[backend], problem)
 
 
 class Recorder(Backend):

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch_operators import Exact, stand_in
 
 import ringattn
-from ringattn import mask, reference, virtual
+from ringattn import mask, virtual
 from ringattn.kernels import ranking, torch_ops
 from ringattn.kernels.backends import BACKENDS, choose
-from ringattn.kernels.contract import Block, Keys, Queries, Result, Score
+from ringattn.kernels.contract import Result, Score
 from ringattn.kernels.delta import output_of_delta, row_delta
-from ringattn.kernels.rectangles import SINGLE, Part, parts_of, work_of
+from ringattn.kernels.rectangles import Part, parts_of, work_of
 from ringattn.partial import Partial
 from ringattn.tools import kernel_speed
 

@@ -25,9 +25,10 @@ import sass
 from kernel_contract import causal, make_block
 from triton.backends.compiler import GPUTarget
 
-from ringattn.kernels.contract import Keys, Queries, Score
-from ringattn.kernels.triton import backward, backward_inputs, backward_large, forward, largest, primitives
+from ringattn.kernels.contract import Keys, Queries, Result, Score
+from ringattn.kernels.triton import backward, backward_inputs, backward_large, forward, joining, largest, primitives
 from ringattn.kernels.triton.launch_parameters import Passes, Tiles, WideTiles, row_of
+from ringattn.partial import Partial
 
 KB = 1024
 # The target, its compute capability as `primitives.capability` returns it, bytes of shared memory of a program.
@@ -58,11 +59,13 @@ def report(name: str, dtype: str, dim: int, dim_v: int) -> dict[str, dict]:
             launches[kernel.__name__] = resources(sass.compile_for(target, kernel, grid, args, options))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (forward, backward, backward_inputs, backward_large, largest):
+        for module in (forward, backward, backward_inputs, backward_large, joining, largest):
             patch.setattr(module, "dispatch", compile_it)
         patch.setattr(primitives, "capability", lambda device: capability)
         forward.forward(q, Keys(k, v, block), score, None, True)
         largest.largest(q, Keys(k, v, block), score)
+        out, state = q.new_zeros(dout.shape), Partial(rows, rows, torch.zeros(dout.shape))
+        joining.join(state, (out, rows), Result(out, rows), False)
         backward.backward(Queries(q, dout, rows, rows), Keys(k, v, block), score, torch.zeros(q.shape))
     return launches
 
@@ -98,7 +101,7 @@ def test_kernels_fit(name: str) -> None:
     shared = TARGETS[name][2]
     for case, kernels in reports(name).items():
         backwards = ("_weights", "_key_sums", "_query_sums") if " 512" in case else ("_dkdv", "_dq")
-        assert set(kernels) == {"_forward", "_largest", *backwards}
+        assert set(kernels) == {"_forward", "_join", "_largest", *backwards}
         for kernel, used in kernels.items():
             assert used["shared"] <= shared, f"{name}, {case}, {kernel}: {used}"
             assert used["registers"] > 0
