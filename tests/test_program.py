@@ -132,6 +132,26 @@ def test_steps_whose_arguments_hide_tensors_are_not_recorded() -> None:
     assert isinstance(record(call, (torch.ones(4),))[1], str)
 
 
+def test_operations_that_return_numbers_and_nothing_next_to_tensors_are_repeated() -> None:
+    """As torch's attention operators do."""
+    library = torch.library.Library("ringattn_test", "DEF")
+    library.define("several(Tensor x) -> (Tensor, SymInt, Tensor, Tensor, int)")
+
+    def several(x: Tensor) -> tuple[Tensor, int, Tensor | None, Tensor, int]:
+        return x + 1, 3, None, x * 2, 4
+
+    library.impl("several", several, "CPU")
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        first, three, nothing, second, _ = torch.ops.ringattn_test.several(x)
+        assert nothing is None
+        return (first * three + second,)
+
+    made = program_of(call, torch.randn(4))
+    x = torch.randn(4)
+    assert torch.equal(replayed(made, x)[0], call(x)[0])
+
+
 def test_what_a_program_keeps_goes_with_it_at_once() -> None:
     """Not with the next collection of cycles: it may be a large buffer of a GPU."""
     table = torch.arange(4.0)

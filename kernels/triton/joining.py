@@ -12,7 +12,7 @@ from ..contract import Result
 from ..launch import dispatch, on_device
 from .strides import elements, stride_unit, strides_in
 
-_ROWS = 32
+_TILE = 2048  # elements of a program
 
 
 def join(total: Partial, part: tuple[Tensor, Tensor] | None, into: Result | None, fresh: bool) -> None:
@@ -31,7 +31,9 @@ def join(total: Partial, part: tuple[Tensor, Tensor] | None, into: Result | None
         return
     out, lse = (None, None) if part is None else part
     result, result_lse = (None, None) if into is None else into
-    unit, tiles = stride_unit(m, l, o, out, lse, result, result_lse), triton.cdiv(seq, _ROWS)
+    dim_p2 = triton.next_power_of_2(dim)
+    rows_of_tile = max(_TILE // dim_p2, 1)
+    unit, tiles = stride_unit(m, l, o, out, lse, result, result_lse), triton.cdiv(seq, rows_of_tile)
     rows = [strides_in(unit, x) for x in (m, l, lse, result_lse)]
     # (batch, heads, seq) with contiguous rows, and (batch, seq, heads, dim)
     assert all(x is None or x.stride(-1) == 1 for x in (m, l, o, out, lse, result, result_lse))
@@ -39,8 +41,8 @@ def join(total: Partial, part: tuple[Tensor, Tensor] | None, into: Result | None
         dispatch(
             _join, (tiles * heads * batch,), m, *rows[0][:2], l, *rows[1][:2], o, *strides_in(unit, o),
             out, *strides_in(unit, out), lse, *rows[2][:2], result, *strides_in(unit, result),
-            result_lse, *rows[3][:2], seq, heads, tiles, dim, FRESH=fresh, DIM=triton.next_power_of_2(dim), ROWS=_ROWS,
-            UNIT=unit,
+            result_lse, *rows[3][:2], seq, heads, tiles, dim, FRESH=fresh, DIM=dim_p2,
+            ROWS=rows_of_tile, UNIT=unit,
         )  # fmt: skip
 
 
