@@ -45,7 +45,13 @@ KNOWN = (
 def order(q: Tensor, v: Tensor, backward: bool) -> tuple[str, ...]:
     """Return the names of kernels, the fastest first, for these tensors on their GPU; the operators of torch in any
     order elsewhere. A FlashAttention that the program has activated comes first: it was asked for."""
-    return _order(q.device, max(q.shape[-1], v.shape[-1]), PASSES[backward], attention.current_flash_attention_impl())
+    return _order(q.device, max(q.shape[-1], v.shape[-1]), PASSES[backward], active())
+
+
+def active() -> str | None:
+    """Return the FlashAttention that the program has put in the place of torch's, None if it is torch's."""
+    current = getattr(attention, "current_flash_attention_impl", None)  # torch 2.10 and older have none
+    return current() if current is not None else None
 
 
 def names(q: Tensor, v: Tensor, backward: bool) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import attention
 
 from ..partial import Partial
 from . import ranking
@@ -136,7 +135,7 @@ def unsupported(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, score: Sc
 
 def _reasons(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, backward: bool) -> dict[Operator, str | None]:
     """Return for each operator, the fastest first, why it cannot attend with these tensors."""
-    impl, order = attention.current_flash_attention_impl(), ranking.order(q, v, backward)
+    impl, order = ranking.active(), ranking.order(q, v, backward)
     sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     operators = [OPERATORS[name] for name in sorted(names, key=order.index)]
     return {x: x.unsupported(q, v) or failure(x, q.device, q.dtype, sizes, backward, impl) for x in operators}

@@ -66,8 +66,8 @@ class Partial:
 
         Args:
             out: (batch, seq, heads, head_dim).
-            lse: (batch, heads, seq), the natural logarithm of the sum of ``exp(score)``; -inf for rows that saw nothing.
-                Multiply one to the base 2 by ln 2.
+            lse: (batch, heads, seq), the natural logarithm of the sum of ``exp(score)``; multiply one to the base 2 by
+                ln 2. -inf for rows that saw nothing.
         """
         seen = lse != float("-inf")
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32

@@ -50,6 +50,22 @@ def test_two_ranks_measure_write_and_decide(pools: Callable[[int], Pool], world_
     assert ringattn.plan(64, virtual.VirtualRank(0, 2), causal=True).choice.source.startswith("defaults of CPU threads")
 
 
+def test_the_fastest_kernels_are_written_and_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A1")
+    monkeypatch.setattr(calibrate.dist, "barrier", lambda: None)
+    rates = {(128, "forward"): dict(triton=100.4, flash=200.0), (128, "backward"): dict(triton=80.0)}
+    monkeypatch.setattr(calibrate.kernel_speed, "compare", lambda *call, **how: rates)
+    machine: Any = SimpleNamespace(device=None, tokens=8, seconds=0.1, rank=0, say=lambda what: None)
+    calibrate.rank_kernels(machine)
+    assert calibrate.ranking.measured("NVIDIA A1") == rates
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][1:] == list(calibrate.KERNELS) == ["triton", "cudnn", "flash"]
+    assert lines[-2:] == [["128,", "forward", "100", "0", "200"], ["128,", "backward", "80", "0", "0"]]
+
+
 def test_default_costs_of_a_benchmark_are_no_reason_to_warn(recwarn: pytest.WarningsRecorder) -> None:
     cost.read.cache_clear()
     with calibrate.no_file():

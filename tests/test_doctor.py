@@ -75,6 +75,30 @@ def test_a_cache_that_all_users_can_change_fails(monkeypatch: pytest.MonkeyPatch
     assert "TRITON_CACHE_DIR" not in verdicts(doctor.settings())
 
 
+def test_gpus_are_reported_with_the_kernel_that_runs_and_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends, empty, measured = doctor.backends, torch.empty, []
+    chosen = {False: "torch", True: "triton"}
+    fakes = {
+        "is_available": lambda: True, "device_count": lambda: 1, "get_device_name": lambda index: "NVIDIA A1",
+        "mem_get_info": lambda index: (70 << 30, 80 << 30), "get_device_capability": lambda index: (8, 0),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(doctor.torch.cuda, name, fake)
+    monkeypatch.setattr(doctor.torch, "empty", lambda *size, **how: empty(*size, dtype=how["dtype"]))
+    monkeypatch.setattr(backends, "choose", lambda *_, backward=False: backends.BACKENDS[chosen[backward]])
+
+    def measure(*call: Any, seconds: float, **how: Any) -> dict[str, float]:
+        measured.append((*call, seconds))
+        return dict(forward=123.4, backward=56.7)
+
+    monkeypatch.setattr(doctor.kernel_speed, "measure", measure)
+    texts = {finding.check: finding.text for finding in doctor.gpus()}
+    assert texts["GPU 0"] == "NVIDIA A1, sm_80, 70 of 80 GiB free"
+    assert texts["kernel"] == "torch and triton for bf16 of head dim 128"
+    assert texts["kernel speed"].startswith("torch and triton: forward 123 TFLOP/s, backward 57 TFLOP/s, causal")
+    assert measured == [("auto", torch.device("cpu"), 128, 1.0)]
+
+
 @pytest.mark.parametrize("error", [0.0, 1e-3, float("nan")])
 def test_wrong_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     attention = doctor.attention

@@ -149,7 +149,7 @@ class Dense(Backend):
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of another library, torch's own for CPUs: it returns out and lse, and 0 as lse where nothing is seen."""
+    """Attention of another library, torch's own for CPUs: out and lse, which is 0 where nothing is seen."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))[:, None]
     padded = torch.nn.functional.pad(v, (0, q.shape[3] - v.shape[3]))

@@ -1,7 +1,7 @@
 """Every backend of ``BACKENDS`` through every case of kernel_contract.py.
 
-Eager in float64 and float32 anywhere, Triton compiled on a GPU or else in its interpreter, Hopper on a Hopper GPU, those
-over operators of torch on a GPU or else on a stand-in.
+Eager in float64 and float32 anywhere, Triton compiled on a GPU or else in its interpreter, Hopper on a Hopper GPU,
+those over operators of torch on a GPU or else on a stand-in.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if torch.cuda.is_available():
 DIMS = {
     "eager": [(8, 5)],
     "triton": [(16, 16)],
-    **dict.fromkeys(TORCH, [(16, 16)]),
+    **{name: [(16, 16)] for name in TORCH},
     "hopper": [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512)][: None if HOPPER else 1],
 }
 if torch.cuda.is_available():
