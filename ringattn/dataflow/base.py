@@ -187,4 +187,4 @@ class Dataflow:
         """Return the text of :meth:`ringattn.plans.Plan.describe`."""
         from .description import describe
 
-        return describe(self, plan, shape, kernel)
+        return describe(self, plan, shape, kernel, self.own_blocks(plan))

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
 from ..choosing import costs_of
 from ..kernels import backends
-from ..kernels.contract import Score
+from ..kernels.contract import Block, Score
 from ..layouts.loads import LISTED, Loads, work_of_ranks
-from ..plans import Plan
+from ..plans import Flow, Plan
 from ..predict.cost import LINKS
 from ..shape import Shape
 
-if TYPE_CHECKING:
-    from .base import Dataflow
 
-
-def describe(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> str:
+def describe(flow: Flow, plan: Plan, shape: Shape, kernel: str, blocks: Iterable[Block]) -> str:
     """Return what moves and when, the time and memory that are predicted, and the balance of work."""
     n = plan.world_size
     costs, source = costs_of(plan.transport) if plan.choice is None else (plan.choice.costs, plan.choice.source)
@@ -67,12 +64,12 @@ def describe(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> str:
     else:
         lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
     lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
-    lines += kernels(flow, plan, shape, kernel)
+    lines += kernels(blocks, plan, shape, kernel)
     lines += [plan.why] * bool(plan.why)
     return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 
 
-def kernels(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> list[str]:
+def kernels(blocks: Iterable[Block], plan: Plan, shape: Shape, kernel: str) -> list[str]:
     """Return lines that say what runs the blocks of this rank, if the kernel borrows others.
 
     Raises:
@@ -89,7 +86,7 @@ def kernels(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> list[str]:
     else:
         backend = backends.named(kernel)
     counts: dict[tuple[str, str], int] = {}
-    for block in flow.own_blocks(plan):
+    for block in blocks:
         for one in block.passes:
             if (how := backend.runs(one, shape.batch)) is not None:
                 counts[how] = counts.get(how, 0) + 1
