@@ -16,7 +16,7 @@ from torch_operators import stand_in
 
 import ringattn
 from ringattn import virtual
-from ringattn.kernels import torch_ops
+from ringattn.kernels import eager, torch_ops
 from ringattn.kernels.backends import BACKENDS, Backend
 from ringattn.kernels.contract import CompletionCounts, Keys, Queries
 
@@ -43,10 +43,11 @@ PARTS = {
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     use_small_tiles(monkeypatch)
     if torch.cuda.is_available():
         monkeypatch.setattr(torch_ops.OPERATORS["cudnn"], "unit", 16)
+        monkeypatch.setattr(eager, "_BLOCK", 128 if "torch" in request.node.name else 16)  # others' tiles are given
     else:
         stand_in(monkeypatch)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_contract import CASES, DEVICE, attend, causal, gradients, make_block, make_problem
+from kernel_contract import CASES, DEVICE, attend, gradients, make_problem
 from torch import Tensor
 from torch_operators import Exact, stand_in
 
@@ -240,12 +240,11 @@ def test_describe_says_what_runs_where_and_why(monkeypatch: pytest.MonkeyPatch) 
     (why,) = lines("torch-cudnn", causal=True, window_size=(100, 0), layout="contiguous")
     assert "the portable kernel" in why
     assert "cudnn has no windows" in why
+    (why,) = lines("torch", causal=True, deterministic=True)
+    assert why == "kernel: the portable kernel for 2 of 2 blocks of rank 0 (sums in a fixed order)"
     assert lines("auto", causal=True) == lines("triton", causal=True) == []
     with pytest.raises(ValueError, match=r"kernel='fast' is unknown; use one of 'auto', .*'torch-flash'"):
         lines("fast")
-    ordered = make_block(*causal(64, 64), 64)
-    object.__setattr__(ordered, "ordered", True)
-    assert work_of(ordered, 1, (torch_ops.Flash(),)).why == "sums in a fixed order"
 
 
 @pytest.mark.parametrize(

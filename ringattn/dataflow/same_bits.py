@@ -129,6 +129,9 @@ class SameBits(Dataflow):
         keys_blocks(plan)
         queries_blocks(plan)
 
+    def own_blocks(self, plan: Plan) -> Iterator[Block]:
+        return itertools.chain(keys_blocks(plan), queries_blocks(plan))
+
     # Predictions and proof
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
