@@ -467,7 +467,7 @@ def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backwa
 
     if kernel == "auto":
         names = ("eager",) if not q.is_cuda else _load(".ranking").names(q, v, backward)
-        if first := os.environ.get("RINGATTN_KERNEL"):
+        if (first := os.environ.get("RINGATTN_KERNEL") or "auto") != "auto":
             named(first, "RINGATTN_KERNEL")
             names = (first, *names)
         return BACKENDS[next(name for name in names if not reason(name))]

@@ -354,6 +354,9 @@ def test_a_variable_names_the_kernel_that_comes_first(exact: Exact, monkeypatch:
     assert choose("auto", q, q, q, Score(1.0)) is BACKENDS["torch-flash"]
     assert choose("auto", q.float(), q.float(), q.float(), Score(1.0)) is BACKENDS["eager"]  # it cannot run this
     assert choose("eager", q, q, q, Score(1.0)) is BACKENDS["eager"]
+    for nothing in ("", "auto"):
+        monkeypatch.setenv("RINGATTN_KERNEL", nothing)
+        assert choose("auto", q, q, q, Score(1.0)) is BACKENDS["eager"]
     monkeypatch.setenv("RINGATTN_KERNEL", "fa5")
     with pytest.raises(ValueError, match=r"RINGATTN_KERNEL='fa5' is unknown; use one of 'auto', 'hopper'"):
         choose("auto", q, q, q, Score(1.0))
