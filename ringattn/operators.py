@@ -192,8 +192,8 @@ def _forward(
     return _run(_begin(q, k, v, score, kernel, plans.by_handle(plan_handle), grad_mode)[0])
 
 
-def _attend(known: Signature, plan: Plan, *inputs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """Attend. A call of a signature that is known does what such a call did before."""
+def run_forward(known: Signature, plan: Plan, *inputs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    """Attend, without autograd. A call of a signature that is known does what such a call did before."""
     *tensors, softmax_scale, softcap, kernel, _, score_mod, grad_mode = inputs
     begun = plan.begun.get(known)
     if begun is None or not plan.begin_again(begun):
@@ -357,11 +357,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     numbers = softmax_scale, softcap, kernel, plan_handle, score_mod, forward
     tensors = dout, dlse, q, k, v, out, lse, alibi_slopes, sink
-    dq, dk, dv, dsink = _differentiate(None, plans.by_handle(plan_handle), tensors, *numbers)
+    dq, dk, dv, dsink = run_backward(None, plans.by_handle(plan_handle), tensors, *numbers)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 
-def _differentiate(  # type: ignore[no-untyped-def]
+def run_backward(  # type: ignore[no-untyped-def]
     known: Signature, plan: Plan, tensors, *numbers
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients. A call of a signature that is known does what such a call did before."""
@@ -436,7 +436,7 @@ def _gradients(ctx, dout, dlse, dlargest=None):  # type: ignore[no-untyped-def]
     if known is None:
         dq, dk, dv, dsink = _backward_operator(*tensors, *ctx.numbers)
     else:
-        dq, dk, dv, dsink = _differentiate(known, ctx.plan, tensors, *ctx.numbers)
+        dq, dk, dv, dsink = run_backward(known, ctx.plan, tensors, *ctx.numbers)
     return dq, dk, dv, None, None if sink is None else dsink, *[None] * 6
 
 
@@ -445,7 +445,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, known, plan, *inputs):  # type: ignore[no-untyped-def]
-        output = _attend(known, plan, *inputs)
+        output = run_forward(known, plan, *inputs)
         _save(ctx, inputs, output, plan)
         return output
 

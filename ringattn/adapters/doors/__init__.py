@@ -8,9 +8,11 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any
 
-DOORS: dict[str, str] = {}  # name of a door, which is its module here: what calls this library from then on
+DOORS: dict[str, str] = {  # name of a door, which is its module here: what calls this library from then on
+    "flash_attention": "scaled_dot_product_attention and varlen_attn, after activate_flash_attention_impl()",
+}
 _MISSING = object()
-_OPEN: set[str] = set()
+_OPEN: dict[str, Installed] = {}  # kept, or what nobody keeps would be put back
 
 
 @contextmanager
@@ -62,6 +64,6 @@ def install(name: str, **options: Any) -> Installed:
         raise ValueError(f"install({name!r}): it is installed already; uninstall() what the first call returned")
     stack = ExitStack()
     stack.enter_context(import_module(f".{name}", __name__).door(**options))
-    _OPEN.add(name)
-    stack.callback(_OPEN.discard, name)
-    return Installed(name, stack)
+    _OPEN[name] = Installed(name, stack)
+    stack.callback(_OPEN.pop, name, None)
+    return _OPEN[name]
