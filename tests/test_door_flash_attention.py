@@ -107,6 +107,15 @@ def test_varlen_attn(window: tuple[int, int], lengths_k: tuple[int, ...]) -> Non
     assert_equal(gradients(inside, (q, k, v)), gradients(torch.cat(expected), (q, k, v)))
 
 
+def test_values_of_another_head_dim() -> None:
+    """As torchtitan's latent attention calls varlen_attn."""
+    q, k, v = (torch.randn(9, 2, n, dtype=torch.float64, requires_grad=True) for n in (24, 24, 16))
+    bounds = torch.tensor([0, 9], dtype=torch.int32)
+    out = aten._flash_attention_forward(q, k, v, bounds, bounds, 9, 9, 0.0, True, False)[0]
+    expected = scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
+    assert_equal(gradients(out, (q, k, v)), gradients(expected[0].transpose(0, 1), (q, k, v)))
+
+
 def test_documents_are_read_again_when_they_change_in_place() -> None:
     q = torch.randn(8, 2, 16, dtype=torch.float64)
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)

@@ -16,7 +16,8 @@ from ..memo import Memo
 from ..transport.group import Transport
 
 _ranks: Memo[Transport] = Memo(64)  # by device
-_plans: Memo[tuple[Plan, tuple[Tensor, ...]]] = Memo(64)  # with the boundaries, whose addresses are in the key
+_plans: Memo[Plan] = Memo(64)
+_read: Memo[tuple[tuple[int, ...], Tensor]] = Memo(16)  # with the tensors, whose addresses are in the keys
 
 
 class Call(NamedTuple):
@@ -74,20 +75,14 @@ class Call(NamedTuple):
 
     def _plan(self, q: Tensor, k: Tensor) -> Plan:
         seq_len, seq_len_k, device = q.shape[1], k.shape[1], q.device
-        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            bounds: tuple[Tensor, ...] = ()
-        else:
-            bounds = self.cu_seqlens_q, self.cu_seqlens_k
-        inference = any(x.is_inference() for x in bounds)  # such tensors have no version
-        places = () if inference else tuple((x.data_ptr(), x._version, len(x)) for x in bounds)
-        key = device, seq_len, seq_len_k, self.window, places
-        kept = None if inference else _plans.get(key)
-        if kept is not None:
-            return kept[0]
-        of_q, of_k = (x.tolist() for x in bounds) if bounds else (None, None)
+        of_q, of_k = (None if x is None else integers_of(x) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
+        return _plans.once((device, seq_len, seq_len_k, self.window, of_q, of_k), lambda: self._made(q, k, of_q, of_k))
+
+    def _made(self, q: Tensor, k: Tensor, of_q: tuple[int, ...] | None, of_k: tuple[int, ...] | None) -> Plan:
+        seq_len, seq_len_k, device = q.shape[1], k.shape[1], q.device
         if of_q and of_k and (of_q[-1] < seq_len or of_k[-1] < seq_len_k):
-            of_q, of_k = [*of_q, seq_len], [*of_k, seq_len_k]
-        made = plan(
+            of_q, of_k = (*of_q, seq_len), (*of_k, seq_len_k)
+        return plan(
             seq_len,
             _ranks.once(device, lambda: Transport(0, 1, device)),
             seq_len_k=seq_len_k,
@@ -95,14 +90,23 @@ class Call(NamedTuple):
             cu_seqlens_k=of_k,
             window_size=self.window,
         )
-        if not inference:
-            _plans.put(key, (made, bounds))
-        return made
+
+
+def integers_of(x: Tensor) -> tuple[int, ...]:
+    """Return the numbers in a tensor. Reading them from a GPU waits for it, once per tensor as long as it does not
+    change."""
+    if x.is_inference():  # such tensors have no version
+        return tuple(x.tolist())
+    return _read.once((x.data_ptr(), x._version, len(x)), lambda: (tuple(x.tolist()), x))[0]
 
 
 def _laid_out(result: Tensor, x: Tensor) -> Tensor:
-    """Return a result, contiguous, in the layout of ``torch.empty_like(x)``."""
-    if _same_layout(result, x.stride()) or _same_layout(result, torch.empty_like(x, device="meta").stride()):
+    """Return a result, contiguous, in the layout of ``torch.empty_like(x)``; as it is if v has another head_dim."""
+    if (
+        result.shape != x.shape
+        or _same_layout(result, x.stride())
+        or _same_layout(result, torch.empty_like(x, device="meta").stride())
+    ):
         return result
     return torch.empty_like(x).copy_(result)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 DOORS: dict[str, str] = {  # name of a door, which is its module here: what calls this library from then on
     "flash_attention": "scaled_dot_product_attention and varlen_attn, after activate_flash_attention_impl()",
+    "ring_flash_attn": "what imports ring_flash_attn: its functions, and models after substitute_hf_flash_attn()",
 }
 _MISSING = object()
 _OPEN: dict[str, Installed] = {}  # kept, or what nobody keeps would be put back

@@ -1,0 +1,249 @@
+"""The functions of ring-flash-attn 0.1.8, with its signatures and its ways to cut rows. ``install("ring_flash_attn")``
+lets ``import ring_flash_attn`` find them, and :mod:`.ring_flash_hf`.
+
+What each rank holds, of r = 0 .. n - 1:
+
+    ring_        run r of n equal ones; of each document in the varlen forms
+    zigzag_      chunks r and 2 n - 1 - r of 2 n equal ones; of each document in the varlen forms
+    stripe_      tokens r, r + n, r + 2 n, ...
+    llama3_      part r of ``torch.chunk(row, n)``, whatever documents are in the row
+
+Dense forms: (batch, local tokens, heads, head_dim); varlen forms: (local tokens, heads, head_dim). ``cu_seqlens`` of
+the varlen forms are those of the ranks' parts, as there; of llama3, those that
+:func:`llama3_flash_attn_prepare_cu_seqlens` returned, which carry the boundaries of the whole row. The lengths of rows
+and documents are multiples of n, or 2 n with zigzag, because calls say nothing of the other ranks' lengths; llama3's
+rows may have any length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..agreement import hash_of
+from ..factory import Plan, plan
+from ..functional import attention
+from ..layouts.shards import Shard
+from ..memo import Memo
+from ..transport import group as transports
+from .one_rank import integers_of
+from .same_mask import check_dropout
+
+Bounds = tuple[int, ...]
+_plans: Memo[Plan] = Memo(64)
+
+
+class _Cut:
+    """Which tokens each rank holds, as ``plan(layout=)`` takes it."""
+
+    def __init__(self, layout: str, shards: tuple[Shard, ...], seq_len: int) -> None:
+        self.layout, self.seq_len, self.seq_len_k = layout, seq_len, seq_len
+        self.shards = self.shards_k = shards
+        self.world_size, self.digest = len(shards), hash_of(repr(shards))
+
+
+def contiguous(documents: Bounds, ranks: int) -> _Cut:
+    """Cut each document of a row into runs of equal length."""
+    return _cut("contiguous", documents, ranks, [(r,) for r in range(ranks)])
+
+
+def zigzag(documents: Bounds, ranks: int) -> _Cut:
+    """Cut each document of a row into twice as many runs, of which each rank holds an early and a late one."""
+    return _cut("zigzag", documents, 2 * ranks, [(r, 2 * ranks - 1 - r) for r in range(ranks)])
+
+
+def striped(documents: Bounds, ranks: int) -> _Cut:
+    """Deal the tokens of a row out one by one."""
+    return _Cut("striped", tuple((range(r, documents[-1], ranks),) for r in range(ranks)), documents[-1])
+
+
+def chunks(documents: Bounds, ranks: int) -> _Cut:
+    """Cut a row as ``torch.chunk`` does."""
+    total = documents[-1]
+    size = max(-(-total // ranks), 1)
+    edges = [min(r * size, total) for r in range(ranks + 1)]
+    return _Cut("contiguous", tuple((range(a, b),) if b > a else () for a, b in itertools.pairwise(edges)), total)
+
+
+def _cut(layout: str, documents: Bounds, parts: int, held: Sequence[tuple[int, ...]]) -> _Cut:
+    def piece(a: int, b: int, part: int) -> range:
+        size = (b - a) // parts
+        return range(a + part * size, a + (part + 1) * size)
+
+    shards = tuple(
+        tuple(piece(a, b, part) for a, b in itertools.pairwise(documents) if b > a for part in parts_of_rank)
+        for parts_of_rank in held
+    )
+    return _Cut(layout, shards, documents[-1])
+
+
+class Row(NamedTuple):
+    """The boundaries of the documents of a whole row; llama3's tensors have it as ``ringattn_row``."""
+
+    documents: Bounds
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cut: Callable[[Bounds, int], _Cut], documents: Bounds, group: Any,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, **score: Any,
+) -> Any:  # fmt: skip
+    """Return out of (batch, local tokens, heads, head_dim), with ``return_attn_probs`` ``(out, lse, None)``.
+
+    Args:
+        cut: which tokens each rank holds.
+        documents: boundaries in the whole row.
+        score: further arguments of :func:`ringattn.attention`.
+        Others: as for ring-flash-attn's functions.
+
+    Raises:
+        NotImplementedError: dropout.
+        ValueError: ranks that hold another number of tokens.
+    """
+    check_dropout("ring_flash_attn", dropout_p)
+    transport = transports.of(group)
+    window = window_size[0], 0 if causal else window_size[1]
+    key = transport.serial, cut, documents, window, deterministic
+    made = _plans.get(key)
+    if made is None:
+        made = plan(
+            documents[-1],
+            transport,
+            cu_seqlens=documents if len(documents) > 2 else None,
+            window_size=window,
+            layout=cut(documents, transport.world_size),  # type: ignore[arg-type]
+            deterministic=deterministic,
+        )
+        _plans.put(key, made)
+    out, lse = attention(
+        q, k, v, made, softmax_scale=softmax_scale, alibi_slopes=alibi_slopes, return_lse=True, **score
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _dense(name: str, cut: Callable[[Bounds, int], _Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
+    def function(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, group=None,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        _check_divisible(name, (0, q.shape[1]), parts)
+        row = (0, q.shape[1] * transports.of(group).world_size)
+        return attend(
+            q, k, v, cut, row, group, dropout_p, softmax_scale, causal, tuple(window_size), alibi_slopes, deterministic,
+            return_attn_probs,
+        )  # fmt: skip
+
+    return _packings(name, function, 2)
+
+
+def _varlen(name: str, cut: Callable[[Bounds, int], _Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
+    def function(
+        q, k, v, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+        alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        bounds = integers_of(cu_seqlens)
+        _check_divisible(name, bounds, parts)
+        row = tuple(x * transports.of(group).world_size for x in bounds)
+        return _of_rows(
+            q, k, v, cut, row, group, dropout_p, softmax_scale, causal, tuple(window_size), alibi_slopes, deterministic,
+            return_attn_probs,
+        )  # fmt: skip
+
+    return _packings(name, function, 1)
+
+
+def _of_rows(q, k, v, *others):  # type: ignore[no-untyped-def]
+    result = attend(q[None], k[None], v[None], *others)
+    return (result[0][0], result[1][0], None) if isinstance(result, tuple) else result[0]
+
+
+def _check_divisible(name: str, bounds: Bounds, parts: int) -> None:
+    for a, b in itertools.pairwise(bounds):
+        if (b - a) % parts:
+            raise ValueError(
+                f"{name}: a rank holds {b - a} tokens of a document or row, which is not two equal chunks; pad it to a "
+                "multiple of twice the ranks, or call llama3_flash_attn_varlen_func, whose rows may have any length"
+            )
+
+
+def _packings(name: str, function: Callable[..., Any], dim: int) -> tuple[Callable[..., Any], ...]:
+    """Return a function, and its forms for k and v, and for q, k and v, stacked in ``dim``."""
+
+    def kvpacked(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
+        return function(q, *kv.unbind(dim), *args, **options)
+
+    def qkvpacked(qkv: Tensor, *args: Any, **options: Any) -> Any:
+        return function(*qkv.unbind(dim), *args, **options)
+
+    for form, suffix in ((function, ""), (kvpacked, "_kvpacked"), (qkvpacked, "_qkvpacked")):
+        form.__name__ = form.__qualname__ = f"{name}{suffix}_func"
+    return function, kvpacked, qkvpacked
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, slice]:
+    """Return what :func:`llama3_flash_attn_varlen_func` takes: the boundaries of this rank's queries and of the keys
+    that they need, the longest document of each, and these keys as a slice of the row.
+
+    Args:
+        cu_seqlens: boundaries in the whole row. Unlike there its length need not be a multiple of ``world_size``.
+    """
+    documents = integers_of(cu_seqlens)
+    mine = chunks(documents, world_size).shards[rank]
+    first, past = (mine[0].start, mine[0].stop) if mine else (documents[-1], documents[-1])
+    touched = [(a, b) for a, b in itertools.pairwise(documents) if max(a, first) < min(b, past)]
+    left = touched[0][0] if touched else first
+    right = (past if causal else touched[-1][1]) if touched else first
+    edges = [left, *(b for _, b in touched)] if touched else [left, left]
+    of_q = [min(max(x, first), past) - first for x in edges]
+    of_k = [min(x, right) - left for x in edges]
+    bounds = [torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in (of_q, of_k)]
+    for x in bounds:
+        x.ringattn_row = Row(documents)  # type: ignore[attr-defined]
+    longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (of_q, of_k)]
+    return bounds[0], bounds[1], longest[0], longest[1], slice(left, right)
+
+
+def _llama3(  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, group=None,
+):  # fmt: skip
+    row = getattr(cu_seqlens_q, "ringattn_row", None) or getattr(cu_seqlens_k, "ringattn_row", None)
+    if row is None:
+        raise ValueError(
+            "llama3_flash_attn_varlen_func got cu_seqlens_q and cu_seqlens_k that do not know the documents of the "
+            "other ranks; pass the tensors that llama3_flash_attn_prepare_cu_seqlens returned, not copies of them"
+        )
+    return _of_rows(
+        q, k, v, chunks, row.documents, group, dropout_p, softmax_scale, causal, tuple(window_size), alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = (
+    _packings("llama3_flash_attn_varlen", _llama3, 1)
+)
+ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _dense(
+    "ring_flash_attn", contiguous
+)
+ring_flash_attn_varlen_func, ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func = _varlen(
+    "ring_flash_attn_varlen", contiguous
+)
+zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _dense(
+    "zigzag_ring_flash_attn", zigzag, 2
+)
+(
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _varlen("zigzag_ring_flash_attn_varlen", zigzag, 2)
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func = _dense(
+    "stripe_flash_attn", striped
+)
