@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
+from ringattn.adapters import doors
 from ringattn.virtual import VirtualRank
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -37,7 +38,8 @@ TESTS = {
     "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
     "fsdp2": [*["test_a_model_of_ones_own_with_fsdp2"] * 3, "test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
-    "from_ring_flash_attn": ["test_from_ring_flash_attn", "test_flash_attn_functions"],
+    "flash_attention": ["test_flash_attention_of_torch"],
+    "from_ring_flash_attn": ["test_ring_flash_attn", "test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "host_memory": ["test_host_memory"],
     "longest": ["test_the_longest_rows", *["test_the_longest_rows_of_a_model_of_ones_own"] * 2],
@@ -352,6 +354,62 @@ def test_from_context_parallel(pools) -> None:  # type: ignore[no-untyped-def]
     close(total, [p.grad for p in model.parameters()], 1e-10)
 
 
+def _small_llama(attention: str) -> tuple[Any, nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return config, transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def _ring_flash_attn(length: int) -> tuple[Tensor, list[Tensor]]:
+    """The page's script, on documents of 5 and of the other tokens: this rank's logits, and its part of gradients."""
+    transformers = pytest.importorskip("transformers")
+    config, _ = _small_llama("eager")
+    names: dict[str, Any] = dict(
+        AutoModelForCausalLM=transformers.AutoModelForCausalLM,
+        config=config,
+        group=dist.group.WORLD,
+        dist=dist,
+        cu_seqlens=torch.tensor([0, 5, length], dtype=torch.int32),
+        input_ids=torch.arange(length)[None] % VOCABULARY,
+        position_ids=torch.cat([torch.arange(5), torch.arange(length - 5)])[None],
+    )
+    torch.manual_seed(0)
+    try:
+        found = run("from_ring_flash_attn", **names)
+        logits = found["output"].logits
+        logits.square().sum().backward()
+        return logits.detach(), [p.grad for p in found["model"].parameters()]
+    finally:
+        doors._OPEN["ring_flash_attn"].uninstall()
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 61), pytest.param(3, 45, marks=pytest.mark.long)])
+def test_ring_flash_attn(pools, ranks: int, length: int) -> None:  # type: ignore[no-untyped-def]
+    _, model = _small_llama("eager")
+    tokens = torch.arange(length)[None] % VOCABULARY
+    want = torch.cat([model(input_ids=x).logits for x in tokens.split([5, length - 5], 1)], 1)
+    want.square().sum().backward()
+    parts = pools(ranks).run(_ring_flash_attn, length)
+    torch.testing.assert_close(torch.cat([logits for logits, _ in parts], 1), want, rtol=0, atol=1e-6)
+    total = [torch.stack(gradients).sum(0) for gradients in zip(*(part[1] for part in parts), strict=True)]
+    for got, p in zip(total, model.parameters(), strict=True):
+        assert (got - p.grad).norm() <= 1e-5 * p.grad.norm()
+
+
+def test_flash_attention_of_torch() -> None:
+    q, k, v = (torch.randn(1, HEADS, SEQ, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    try:
+        out = run("flash_attention", q=q, k=k, v=v)["out"]
+    finally:
+        doors._OPEN["flash_attention"].uninstall()
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close([out, q.grad], [want, torch.autograd.grad(want.sum(), q)[0]])
+
+
 def _from_ring_flash_attn() -> Tensor:
     tokens = torch.randn(1, SEQ, 3 * HEADS * 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -360,7 +418,7 @@ def _from_ring_flash_attn() -> Tensor:
         return x.unflatten(-1, (3, HEADS, 8)).unbind(2)
 
     names = dict(seq_len=SEQ, group=None, cu_seqlens=[0, 5, SEQ], tokens=tokens, project=project, scale=0.3)
-    return run("from_ring_flash_attn", **names)["whole"]
+    return run("from_ring_flash_attn", 1, **names)["whole"]
 
 
 def test_from_ring_flash_attn(pools) -> None:  # type: ignore[no-untyped-def]
@@ -385,7 +443,7 @@ def _flash_attn_functions() -> tuple[Tensor, Tensor]:
         return names["flash_attn_func"](*x.unflatten(-1, (3, HEADS, 8)).unbind(2), causal=True)
 
     names["model"] = model
-    exec(compile(code_of("from_ring_flash_attn", 1), "from_ring_flash_attn.md", "exec"), names)
+    exec(compile(code_of("from_ring_flash_attn", 2), "from_ring_flash_attn.md", "exec"), names)
     assert x.grad is not None
     return plan.unshard(names["out"].detach()), plan.unshard(x.grad)
 
@@ -988,27 +1046,33 @@ def test_pipeline(pools) -> None:  # type: ignore[no-untyped-def]
 
 
 def _torchtitan() -> tuple[Tensor, Tensor, Tensor]:
-    row = torch.arange(SEQ)
-    positions = torch.cat([torch.arange(5), torch.arange(SEQ - 5)])
-    q = torch.randn(SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    names = run("torchtitan", ringattn=ringattn, spmd=types.SimpleNamespace(no_typecheck=contextlib.nullcontext))
+    rows = torch.arange(SEQ).repeat(2, 1)
+    ends = (5, SEQ - 3)
+    positions = torch.stack([torch.cat([torch.arange(n), torch.arange(SEQ - n)]) for n in ends])
+    q = torch.randn(2, SEQ, HEADS, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spmd = types.SimpleNamespace(no_typecheck=contextlib.nullcontext)
+    names: dict[str, Any] = dict(ringattn=ringattn, spmd=spmd)
+    exec(compile(code_of("torchtitan"), "torchtitan.md", "exec"), names)
     more = {"positions": positions, "attention_masks": "of the flex backend"}
-    inputs, labels, more = names["prepare_context_parallel_input"](row, row + 1, more, None, "cpu", "headtail", None)
+    inputs, labels, more = names["prepare_context_parallel_input"](rows, rows + 1, more, None, "cpu", "headtail", None)
     assert torch.equal(labels, inputs + 1)
-    assert torch.equal(more["positions"], positions[inputs])
+    assert torch.equal(more["positions"], positions.gather(1, inputs))
     plan = more["attention_masks"]
-    out = names["attend"](*(plan.shard(x, dim=0) for x in (q, q + 1, q - 1)), plan, scale=0.3)
-    return inputs, out, q
+    out = names["forward"](None, *(plan.shard(x) for x in (q, q + 1, q - 1)), attention_masks=plan, scale=0.3)
+    return inputs[0], out, q
 
 
 def test_torchtitan(pools) -> None:  # type: ignore[no-untyped-def]
     parts = pools(2).run(_torchtitan)
-    q = parts[0][2][None]
-    mask = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, 5, SEQ]).mask
-    want, _ = reference.attention(q, q + 1, q - 1, mask, softmax_scale=0.3)
+    q = parts[0][2]
+    want = []
+    for row, end in enumerate((5, SEQ - 3)):
+        mask = ringattn.plan(SEQ, causal=True, cu_seqlens=[0, end, SEQ]).mask
+        x = q[row : row + 1]
+        want.append(reference.attention(x, x + 1, x - 1, mask, softmax_scale=0.3)[0])
     assert torch.equal(torch.cat([at for at, _, _ in parts]).sort().values, torch.arange(SEQ))
     for at, out, _ in parts:
-        torch.testing.assert_close(out, want[0, at], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, torch.cat(want)[:, at], rtol=1e-12, atol=1e-12)
 
 
 def _load_balancer() -> list[Tensor]:
