@@ -17,9 +17,10 @@ and the gradient of the sink are compared with dense attention in float64 (ringa
 
 Then forward+backward is repeated with random sleeps before every hop and with freed memory filled with NaN: in
 deterministic mode all runs must be equal bit for bit. The largest scores of ``return_max`` are compared with float64,
-too. On GPUs the peak memory of one attention, without its inputs and results, must be at most what the plan predicts
-plus 5 %. With ``--virtual`` only the cases above run, because threads share their memory and streams. The last
-line is JSON; the exit status is 0 only if everything holds.
+too. On GPUs replays of a CUDA graph of each dataflow are compared with calls outside of it, and the peak memory of one
+attention, without its inputs and results, must be at most what the plan predicts plus 5 %. With
+``--virtual`` only the cases above run, because threads share their memory and streams. The last line is JSON; the exit
+status is 0 only if everything holds.
 """
 
 from __future__ import annotations
@@ -347,6 +348,46 @@ def determinism(args: argparse.Namespace, group: Any, device: torch.device) -> i
     return changed
 
 
+def replays(args: argparse.Namespace, group: Any, device: torch.device) -> list[str]:
+    """Capture a forward and backward of each dataflow in a CUDA graph, replay it with other numbers, and return what
+    differs by more than a unit of rounding from the same calls outside of graphs, which come in between."""
+    failures, tokens, dtype = [], 4096, torch.bfloat16
+    for dataflow in ringattn.dataflows():
+        plan = ringattn.plan(tokens, group, causal=True, dataflow=dataflow)
+        seeds = torch.Generator(device).manual_seed(plan.rank)
+        size = (1, plan.local_lengths[plan.rank], 8, 128)
+        inputs = [torch.zeros(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+        def step(plan: ringattn.Plan = plan, inputs: list[Tensor] = inputs) -> list[Tensor]:
+            q, k, v = inputs
+            out: Any = ringattn.attention(q, k, v, plan, kernel=args.kernel)
+            return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+        for number in range(8):
+            with torch.no_grad():
+                for x in inputs:
+                    x.copy_(torch.randn(size, generator=seeds, device=device))
+            graph.replay()
+            if number % 3 == 2:
+                continue  # two replays in a row
+            got, want = [x.clone() for x in captured], step()
+            for name, a, b in zip(NAMES[:1] + NAMES[2:5], got, want, strict=True):
+                error = errors([a], [b.double()])[0]
+                if not error <= UNIT[dtype]:
+                    failures.append(f"rank {plan.rank}: {name} of replay {number}, {dataflow}, differs by {error:.1e}")
+        graph.reset()  # before the group: NCCL waits for graphs with its messages
+    return failures
+
+
 def largest(args: argparse.Namespace, group: Any, device: torch.device) -> list[str]:
     """Compare the largest scores with float64. Returns what differs by more than the rounding of a sum of head_dim
     products in float32, whose sizes add up to at most ``|q| |k|``."""
@@ -431,6 +472,9 @@ def main() -> int:
     if changed:
         failures.append(f"rank {rank}: {changed} of {args.repeats} repeats differ in deterministic mode")
     failures += largest(args, group, device) if rank < max(groups) else []
+
+    if cuda and rank < max(groups):
+        failures += replays(args, group, device)
 
     peaks = []
     if cuda and rank < max(groups):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from ..kernels.contract import Block, Keys
 from ..layouts.schedule import buffer_rows, head_groups
 from ..peer.link import Exchanges
@@ -34,6 +36,7 @@ class CopyEngines(Transfer):
 
     inside = "copy engines"
     polls: ClassVar[bool] = True  # kernels may get keys that are still arriving
+    in_graphs: ClassVar[bool] = True
     link: Exchanges | None = None
 
     @property
@@ -60,8 +63,16 @@ class CopyEngines(Transfer):
         return groups if pulled >= len(groups) * WORTH_A_GROUP else [slice(0, heads)]
 
     def of(self, call: Call) -> Transfer:
-        link = self.plan.transport.link(call.q) if self.plan.seq_len_k > 0 else None
-        return self.messages if link is None else replace(self, link=link)
+        q = call.q
+        link = self.plan.transport.link(q) if self.plan.seq_len_k > 0 else None
+        if link is None:
+            return self.messages
+        if not q.is_cuda or not torch.cuda.is_current_stream_capturing():
+            return replace(self, link=link)
+        from ..peer.captured import captured
+
+        graph = captured(link) if self.in_graphs else None
+        return self.messages if graph is None else replace(self, link=graph)
 
     def prepare(self) -> None:
         _ = self.pattern

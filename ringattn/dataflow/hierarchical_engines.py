@@ -33,6 +33,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
     """Across the network once for each node, by messages, and inside of a node by copy engines."""
 
     polls: ClassVar[bool] = False  # messages need multiprocessors, on which such a kernel might leave them no room
+    in_graphs: ClassVar[bool] = False  # carrying needs messages
 
     @property
     def messages(self) -> HierarchicalMessages:

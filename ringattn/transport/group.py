@@ -29,7 +29,7 @@ from .. import agreement
 from ..errors import GroupBroken, Place, in_short, text_of
 from ..memo import Memo, lasting
 from ..peer.connect import Ranks, by_host, connect
-from ..peer.link import Exchanges, Link
+from ..peer.link import Link
 from ..peer.mailbox import Mailbox
 from ..peer.watchdog import CallMark
 from ..program import not_repeatable
@@ -170,7 +170,7 @@ class Transport:
         """See :attr:`.peer.link.Link.state`; 0 where ranks share no memory."""
         return 0
 
-    def link(self, x: Tensor) -> Exchanges | None:
+    def link(self, x: Tensor) -> Link | None:
         """Return the link by which ranks access each other's memory, or None where they cannot for tensors like x."""
         return None
 
@@ -401,12 +401,8 @@ class GroupTransport(Transport):
     def state(self) -> int:
         return 0 if self._link is None else self._link.state
 
-    def link(self, x: Tensor) -> Exchanges | None:
-        if self._link is None or not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-            return self._link if x.is_cuda else None
-        from ..peer.captured import captured
-
-        return captured(self._link) if self.pulls else None  # those of several hosts are messages there
+    def link(self, x: Tensor) -> Link | None:
+        return self._link if x.is_cuda else None
 
     def _mailbox(self) -> Mailbox | None:
         return self._link.mailbox() if self._link is not None and self.pulls else None
