@@ -381,8 +381,11 @@ def graphs_have_words(words: Words) -> bool:
 
 def graphs_wait() -> bool:
     """Return whether a CUDA graph can contain waits for words."""
-    word = torch.zeros(1, dtype=torch.int32).pin_memory()
-    return _can_capture(lambda stream: Words([word.data_ptr()]).wait(stream, 0))
+    try:
+        word = torch.zeros(1, dtype=torch.int32).pin_memory()
+        return _can_capture(lambda stream: Words([word.data_ptr()]).wait(stream, 0))
+    except (OSError, RuntimeError):  # no driver, or an older one
+        return False
 
 
 def _can_capture(queue: Callable[[torch.cuda.Stream], object]) -> bool:
