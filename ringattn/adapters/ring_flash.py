@@ -27,7 +27,7 @@ from torch import Tensor
 from ..agreement import hash_of
 from ..factory import Plan, plan
 from ..functional import attention
-from ..layouts.shards import Shard
+from ..layouts.shards import Shard, length
 from ..memo import Memo
 from ..transport import group as transports
 from .one_rank import integers_of
@@ -37,39 +37,44 @@ Bounds = tuple[int, ...]
 _plans: Memo[Plan] = Memo(64)
 
 
-class _Cut:
-    """Which tokens each rank holds, as ``plan(layout=)`` takes it."""
+class Cut:
+    """Which tokens each rank holds, as ``plan(layout=)`` takes it. ``shards_k``: of the keys, if they are others."""
 
-    def __init__(self, layout: str, shards: tuple[Shard, ...], seq_len: int) -> None:
-        self.layout, self.seq_len, self.seq_len_k = layout, seq_len, seq_len
-        self.shards = self.shards_k = shards
-        self.world_size, self.digest = len(shards), hash_of(repr(shards))
+    def __init__(self, layout: str, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...] | None = None) -> None:
+        self.layout, self.shards, self.shards_k = layout, shards, shards if shards_k is None else shards_k
+        self.seq_len, self.seq_len_k = (sum(map(length, x)) for x in (self.shards, self.shards_k))
+        self.world_size, self.digest = len(shards), hash_of(repr((shards, self.shards_k)))
 
 
-def contiguous(documents: Bounds, ranks: int) -> _Cut:
+def runs_of(sizes: Sequence[int]) -> tuple[Shard, ...]:
+    """Return the shards of ranks that hold one run each, of these sizes, one after the other."""
+    edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return tuple((range(a, b),) if b > a else () for a, b in edges)
+
+
+def contiguous(documents: Bounds, ranks: int) -> Cut:
     """Cut each document of a row into runs of equal length."""
     return _cut("contiguous", documents, ranks, [(r,) for r in range(ranks)])
 
 
-def zigzag(documents: Bounds, ranks: int) -> _Cut:
+def zigzag(documents: Bounds, ranks: int) -> Cut:
     """Cut each document of a row into twice as many runs, of which each rank holds an early and a late one."""
     return _cut("zigzag", documents, 2 * ranks, [(r, 2 * ranks - 1 - r) for r in range(ranks)])
 
 
-def striped(documents: Bounds, ranks: int) -> _Cut:
+def striped(documents: Bounds, ranks: int) -> Cut:
     """Deal the tokens of a row out one by one."""
-    return _Cut("striped", tuple((range(r, documents[-1], ranks),) for r in range(ranks)), documents[-1])
+    return Cut("striped", tuple((range(r, documents[-1], ranks),) for r in range(ranks)))
 
 
-def chunks(documents: Bounds, ranks: int) -> _Cut:
+def chunks(documents: Bounds, ranks: int) -> Cut:
     """Cut a row as ``torch.chunk`` does."""
     total = documents[-1]
     size = max(-(-total // ranks), 1)
-    edges = [min(r * size, total) for r in range(ranks + 1)]
-    return _Cut("contiguous", tuple((range(a, b),) if b > a else () for a, b in itertools.pairwise(edges)), total)
+    return Cut("contiguous", runs_of([min(size, max(total - r * size, 0)) for r in range(ranks)]))
 
 
-def _cut(layout: str, documents: Bounds, parts: int, held: Sequence[tuple[int, ...]]) -> _Cut:
+def _cut(layout: str, documents: Bounds, parts: int, held: Sequence[tuple[int, ...]]) -> Cut:
     def piece(a: int, b: int, part: int) -> range:
         size = (b - a) // parts
         return range(a + part * size, a + (part + 1) * size)
@@ -78,7 +83,7 @@ def _cut(layout: str, documents: Bounds, parts: int, held: Sequence[tuple[int, .
         tuple(piece(a, b, part) for a, b in itertools.pairwise(documents) if b > a for part in parts_of_rank)
         for parts_of_rank in held
     )
-    return _Cut(layout, shards, documents[-1])
+    return Cut(layout, shards)
 
 
 class Row(NamedTuple):
@@ -88,7 +93,7 @@ class Row(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cut: Callable[[Bounds, int], _Cut], documents: Bounds, group: Any,
+    q: Tensor, k: Tensor, v: Tensor, cut: Callable[[Bounds, int], Cut], documents: Bounds, group: Any,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **score: Any,
@@ -126,7 +131,7 @@ def attend(
     return (out, lse, None) if return_attn_probs else out
 
 
-def _dense(name: str, cut: Callable[[Bounds, int], _Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
+def _dense(name: str, cut: Callable[[Bounds, int], Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
     def function(
         q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
         deterministic=False, return_attn_probs=False, group=None,
@@ -141,7 +146,7 @@ def _dense(name: str, cut: Callable[[Bounds, int], _Cut], parts: int = 1) -> tup
     return _packings(name, function, 2)
 
 
-def _varlen(name: str, cut: Callable[[Bounds, int], _Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
+def _varlen(name: str, cut: Callable[[Bounds, int], Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
     def function(
         q, k, v, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
         alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None,

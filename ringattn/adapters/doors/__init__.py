@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 DOORS: dict[str, str] = {  # name of a door, which is its module here: what calls this library from then on
+    "diffusers": "models after enable_parallelism(config=ContextParallelConfig(...))",
     "flash_attention": "scaled_dot_product_attention and varlen_attn, after activate_flash_attention_impl()",
     "ring_flash_attn": "what imports ring_flash_attn: its functions, and models after substitute_hf_flash_attn()",
 }
