@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool
+from pool import on_ranks
 from torch import Tensor, nn
 
 import ringattn
+from ringattn.adapters.by_sizes import Plans, with_bias
 
 if importlib.util.find_spec("diffusers") is None:  # importing it takes seconds, which only the ranks spend
     pytest.skip("needs diffusers", allow_module_level=True)
@@ -148,44 +148,109 @@ def made(name: str, tokens: int) -> tuple[nn.Module, dict[str, Any], Any]:
     return model.double(), doubled, plan
 
 
-def config(ranks: int, **options: Any) -> Any:
-    """Return the ContextParallelConfig of the first ranks of the default group, by which the others are not needed."""
-    from diffusers import ContextParallelConfig
-    from torch.distributed.device_mesh import DeviceMesh
-
-    degrees = options or {"ring_degree": ranks}
-    ring, ulysses = degrees.get("ring_degree") or 1, degrees.get("ulysses_degree") or 1
-    mesh = DeviceMesh("cpu", torch.arange(ranks).view(ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    return ContextParallelConfig(mesh=mesh, **degrees)
-
-
-def over_ranks(name: str, tokens: int, ranks: int, options: dict[str, Any]) -> float:
-    """Return the largest error of the output and of the gradients that the ranks have together, or 0 outside."""
-    setting = config(ranks, **options)
-    if dist.get_rank() >= ranks:
-        return 0.0
+def over_ranks(name: str, tokens: int, setting: Any) -> float:
+    """Return the largest error of the output and of the gradients that the ranks have together."""
     model, inputs, plan = made(name, tokens)
     expected = step(model, inputs)
     model, inputs, plan = made(name, tokens)
-    with ringattn.install("diffusers"):
-        model.enable_parallelism(config=setting, cp_plan=plan)
-        out, *gradients = step(model, inputs)
+    model.enable_parallelism(config=setting, cp_plan=plan)
+    out, *gradients = step(model, inputs)
     for gradient in gradients:
-        dist.all_reduce(gradient, group=setting._flattened_mesh.get_group())
+        dist.all_reduce(gradient)
     assert any(g.any() for g in gradients)
-    return max(((a - b).abs().max() / max(1, b.abs().max())).item() for a, b in zip([out, *gradients], expected, strict=True))
+    results = zip([out, *gradients], expected, strict=True)
+    return max(((a - b).abs().max() / max(1, b.abs().max())).item() for a, b in results)
 
 
-def cases(names: Any) -> list[float]:
-    found = []
-    for case in names:
-        found.append(over_ranks(*case))
-    return found
+def errors_of(options: dict[str, Any], cases: list[tuple[str, int]]) -> dict[tuple[str, int], float]:
+    from diffusers import ContextParallelConfig
+
+    with ringattn.install("diffusers"):
+        return {case: over_ranks(*case, ContextParallelConfig(**options)) for case in cases}
 
 
-@pytest.mark.xdist_group("ranks3")
-def test_models(pools: Any) -> None:
-    names = [(name, tokens, ranks, {}) for name in MODELS for tokens in (45, 61) for ranks in (2, 3)]
-    for errors in pools(3).run(cases, names):
-        print(dict(zip(map(str, names), errors)))
-        assert max(errors) < 1e-5
+def refusals() -> None:
+    """Check what is refused, before anything is sent, and that uninstall() puts back everything."""
+    from diffusers import ContextParallelConfig
+    from diffusers.hooks import context_parallel as hooks
+    from diffusers.models import attention_dispatch, attention_processor, modeling_utils
+
+    owners = (
+        hooks, hooks.EquipartitionSharder, hooks.PartitionAnythingSharder, attention_dispatch,
+        attention_processor.CogVideoXAttnProcessor2_0, modeling_utils.ModelMixin, torch.accelerator,
+    )  # fmt: skip
+    before = [dict(vars(owner)) for owner in owners]
+    world = dist.get_world_size()
+    with ringattn.install("diffusers", dataflow="ring"):
+        model, inputs, plan = made("wan", 6)
+        setting = ContextParallelConfig(ulysses_degree=world)
+        model.enable_parallelism(config=setting)
+        attend = attention_dispatch._templated_context_parallel_attention
+        x = [torch.randn(1, 5, 2, 8) for _ in range(3)]
+        config = dict(_parallel_config=model._parallel_config)
+        out, lse = attend(*x, return_lse=True, **config)
+        assert out.shape == (1, 5, 2, 8)
+        assert lse.shape == (1, 5, 2)
+        for named, message in (
+            (dict(dropout_p=0.1), "dropout_p=0.1"),
+            (dict(is_causal=True), "is_causal"),
+            (dict(forward_op=functools.partial(print, window_size=(4, 4))), "window_size"),
+            (dict(forward_op=functools.partial(print, softcap=4.0)), "softcap"),
+            (dict(attn_mask=torch.ones(5, 5).bool()), "the same for all queries"),
+            (dict(attn_mask=torch.ones(1, 1, 1, 9)), r"shape \(1, 1, 1, 9\)"),
+        ):
+            with pytest.raises(NotImplementedError, match=message):
+                attend(*x, **named, **config)
+        for mask in (torch.zeros(1, 5), torch.ones(1, 5).bool(), torch.zeros(1, 2, 1, 5).expand(1, 2, 5, 5)):
+            torch.testing.assert_close(attend(*x, attn_mask=mask, **config), out)
+        model, _, plan = made("cogvideox", 6)
+        model.transformer_blocks[1].attn1.processor = attention_processor.SanaLinearAttnProcessor2_0()
+        with pytest.raises(NotImplementedError, match=r"transformer_blocks.1.attn1 of CogVideoX.* SanaLinear"):
+            model.enable_parallelism(config=setting, cp_plan=plan)
+    for owner, attributes in zip(owners, before, strict=True):
+        assert {k: v for k, v in vars(owner).items() if k in attributes} == attributes, owner
+        assert vars(owner).keys() == attributes.keys()
+
+
+CASES = [(name, tokens) for name in MODELS for tokens in (45, 61)]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2, 3))
+def test_models_over_ranks_are_exact(pools: Any, world_size: int) -> None:
+    for errors in pools(world_size).run(errors_of, {"ring_degree": world_size}, CASES):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+@pytest.mark.parametrize("options", [{"ulysses_degree": 2}, {"ring_degree": 2, "ring_anything": True}], ids=str)
+def test_every_config_is_the_same(pools: Any, world_size: int, options: dict[str, Any]) -> None:
+    for errors in pools(world_size).run(errors_of, options, [("flux", 45), ("flux", 6)]):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_what_is_refused_and_put_back(pools: Any, world_size: int) -> None:
+    pools(world_size).run(refusals)
+
+
+def unnoted() -> str:
+    plans, mesh = Plans({}), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(1, 4 + dist.get_rank(), 2, 8)
+    with pytest.raises(ValueError, match="seq_len"):
+        plans.of(x, x, mesh)
+    plans.note_split(9, mesh)
+    made = plans.of(x, x, mesh)
+    q, k, v = (torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    local = [made.shard(x) for x in (q, k, v)]
+    mask = torch.linspace(-3, 3, 9)
+    bias = made.shard(mask, 0)[None]
+    out = ringattn.attention(*with_bias(*local[:2], bias, 0.3), local[2], made, softmax_scale=0.3)
+    want = nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask[None], scale=0.3)
+    torch.testing.assert_close(made.unshard(out), want.transpose(1, 2))
+    return repr(made)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_sizes_that_nobody_noted_are_an_error_and_biases_are_added(pools: Any, world_size: int) -> None:
+    for text in pools(world_size).run(unnoted):
+        assert "9" in text

@@ -26,8 +26,8 @@ from . import replaced
 
 @contextmanager
 def door(**options: Any) -> Iterator[None]:
-    """Compute the attention of diffusers' context parallelism here. ``options``: of :func:`ringattn.plan`, such as
-    ``dataflow="ring"`` or ``deterministic=True``. Install before or after ``enable_parallelism()``; on all ranks."""
+    """Compute the attention of diffusers' context parallelism here, of models enabled from now on. ``options``: of
+    :func:`ringattn.plan`, such as ``dataflow="ring"`` or ``deterministic=True``."""
     import diffusers
     from diffusers.hooks import context_parallel as hooks
     from diffusers.models import attention_dispatch, attention_processor, modeling_utils
@@ -35,7 +35,8 @@ def door(**options: Any) -> Iterator[None]:
     entry, ours = "_templated_context_parallel_attention", _Attention(Plans(options))
     if not hasattr(attention_dispatch, entry) or not hasattr(hooks, "PartitionAnythingSharder"):
         raise ImportError(f"diffusers {diffusers.__version__} has no {entry}() or other hooks; install 0.42")
-    split, gather = hooks.PartitionAnythingSharder.shard_anything, hooks.PartitionAnythingSharder.unshard_anything
+    anything = hooks.PartitionAnythingSharder
+    split, gather = anything.shard_anything, anything.unshard_anything
 
     def shard(tensor: Tensor, dim: int, mesh: Any) -> Tensor:
         ours.plans.note_split(tensor.shape[dim], mesh)
@@ -67,12 +68,12 @@ def door(**options: Any) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(attention_dispatch, entry, ours))
         stack.enter_context(replaced(hooks, "_all_gather_anything", gathered))
-        for sharder, shards, unshards in (
-            (hooks.EquipartitionSharder, "shard", "unshard"),
-            (hooks.PartitionAnythingSharder, "shard_anything", "unshard_anything"),
+        for sharder, name, function in (
+            (anything, "shard_anything", shard),
+            (hooks.EquipartitionSharder, "shard", shard),
+            (hooks.EquipartitionSharder, "unshard", gather),
         ):
-            stack.enter_context(replaced(sharder, shards, staticmethod(shard)))
-            stack.enter_context(replaced(sharder, unshards, staticmethod(gather)))
+            stack.enter_context(replaced(sharder, name, staticmethod(function)))
         stack.enter_context(replaced(model, "enable_parallelism", enable_parallelism))
         for processor in vars(attention_processor).values():
             call = vars(processor).get("__call__") if isinstance(processor, type) else None
@@ -83,8 +84,6 @@ def door(**options: Any) -> Iterator[None]:
 
 
 class _Attention:
-    """Their function of all context parallelism: q, k, v are (batch, local tokens, heads, head_dim)."""
-
     def __init__(self, plans: Plans) -> None:
         self.plans = plans
 
@@ -96,7 +95,7 @@ class _Attention:
         given = forward_op.keywords if isinstance(forward_op, partial) else {}
         if is_causal or tuple(given.get("window_size") or (-1, -1)) != (-1, -1) or given.get("softcap"):
             raise NotImplementedError("context parallelism of diffusers has no is_causal, window_size or softcap")
-        scale = query.shape[3] ** -0.5 if scale is None else scale
+        scale = scale or query.shape[3] ** -0.5
         made = self.plans.of(query, key, _parallel_config.context_parallel_config._flattened_mesh)
         if attn_mask is not None:
             query, key = with_bias(query, key, attn_mask, scale)
