@@ -1,5 +1,5 @@
-"""Measure full attention of the shape of Wan 2.1 (720p, 81 frames: 75,600 tokens, 40 heads of 128) over ranks, ours next
-to diffusers' context parallelism.
+"""Measure full attention of the shape of Wan 2.1 (720p, 81 frames: 75,600 tokens, 40 heads of 128) over ranks, ours
+next to diffusers' context parallelism.
 
 torchrun --standalone --nproc-per-node 2 -m benchmarks.wan
 torchrun --standalone --nproc-per-node 2 -m benchmarks.wan --tiny     anywhere, to see that it runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.util
 import io
 import itertools
 import re
@@ -35,6 +36,7 @@ VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 TESTS = {
     "check": ["test_check_page"],
     "clusters": ["test_a_mesh_of_hosts"],
+    "diffusers": ["test_diffusers_pipeline"],
     "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
     "fsdp2": [*["test_a_model_of_ones_own_with_fsdp2"] * 3, "test_fsdp2"],
     "from_context_parallel": ["test_from_context_parallel"],
@@ -218,7 +220,12 @@ def test_planner_page() -> None:
 
 def test_every_page_ends_with_the_check() -> None:
     for page in (PAGES[name] for name in TESTS):
-        assert "ringattn.check(" in page.read_text()[-400:] or page.stem in ("check", "flash_attention", "generate"), page
+        assert "ringattn.check(" in page.read_text()[-400:] or page.stem in (
+            "check",
+            "diffusers",
+            "flash_attention",
+            "generate",
+        ), page
 
 
 def pairs() -> list[dict[str, Tensor]]:
@@ -408,6 +415,40 @@ def test_flash_attention_of_torch() -> None:
         doors._OPEN["flash_attention"].uninstall()
     want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close([out, q.grad], [want, torch.autograd.grad(want.sum(), q)[0]])
+
+
+def _diffusers_pipeline() -> tuple[Tensor, Tensor]:
+    """Return the video of one process and that of the page, of 45 tokens."""
+    import tempfile
+
+    import diffusers
+
+    torch.manual_seed(0)
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=16,
+        ffn_dim=16, num_layers=1, rope_max_seq_len=16,
+    )  # fmt: skip
+    scheduler = diffusers.UniPCMultistepScheduler(
+        flow_shift=3.0, use_flow_sigmas=True, prediction_type="flow_prediction"
+    )
+    parts = dict(transformer=transformer, scheduler=scheduler, vae=None, text_encoder=None, tokenizer=None)
+    prompt: dict[str, Any] = dict(height=80, width=48, num_frames=9, num_inference_steps=2, output_type="latent")
+    prompt |= {name: torch.randn(1, 512, 8) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    whole = diffusers.WanPipeline(**parts)(**prompt, generator=torch.Generator().manual_seed(0)).frames
+    with tempfile.TemporaryDirectory() as folder:
+        diffusers.WanPipeline(**parts).save_pretrained(folder)
+        try:
+            names = dict(folder=folder, dtype=torch.float32, device="cpu", prompt=prompt)
+            return whole, run("diffusers", **names)["video"]
+        finally:
+            doors._OPEN["diffusers"].uninstall()
+
+
+def test_diffusers_pipeline(pools) -> None:  # type: ignore[no-untyped-def]
+    if importlib.util.find_spec("diffusers") is None:  # imported by the ranks alone
+        pytest.skip("pip install 'diffusers==0.42.*'")
+    for whole, video in pools(2).run(_diffusers_pipeline):
+        torch.testing.assert_close(video, whole, rtol=0, atol=1e-6)
 
 
 def _from_ring_flash_attn() -> Tensor:

@@ -13,6 +13,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 import ringattn
+from benchmarks import wan as wan_benchmark
 from ringattn.adapters.by_sizes import Plans, with_bias
 
 if importlib.util.find_spec("diffusers") is None:  # importing it takes seconds, which only the ranks spend
@@ -182,7 +183,7 @@ def refusals() -> None:
     before = [dict(vars(owner)) for owner in owners]
     world = dist.get_world_size()
     with ringattn.install("diffusers", dataflow="ring"):
-        model, inputs, plan = made("wan", 6)
+        model, _, _ = made("wan", 6)
         setting = ContextParallelConfig(ulysses_degree=world)
         model.enable_parallelism(config=setting)
         attend = attention_dispatch._templated_context_parallel_attention
@@ -254,3 +255,29 @@ def unnoted() -> str:
 def test_sizes_that_nobody_noted_are_an_error_and_biases_are_added(pools: Any, world_size: int) -> None:
     for text in pools(world_size).run(unnoted):
         assert "9" in text
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_the_benchmark_of_wan_runs(pools: Any, world_size: int) -> None:
+    for ours, theirs, wrong in pools(world_size).run(benchmark):
+        assert ours < 1e-5
+        assert theirs < 1e-5
+        assert wrong > 0.03
+
+
+def benchmark() -> tuple[float, float, float]:
+    """Return differences from a dense attention: of ours, of diffusers', and of one that ignores the other ranks."""
+    torch.manual_seed(dist.get_rank())
+    inputs = [torch.randn(1, 6, 2, 8, requires_grad=i < 3) for i in range(4)]
+    ring, gather = (wan_benchmark.ours(name, 12) for name in ("ring", "gather"))
+    ulysses = wan_benchmark.theirs("ulysses", "native", torch.device("cpu"))
+    want, *others = (
+        [x for call in wan_benchmark.passes(attend, inputs).values() for x in call()]
+        for attend in (gather, ring, ulysses, ignoring)
+    )
+    return tuple(wan_benchmark.difference(got, want) for got in others)
+
+
+def ignoring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    x = (y.transpose(1, 2) for y in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(*x).transpose(1, 2)
