@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from benchmarks.scaling_timing import Group, Timing
+from benchmarks.scaling_timing import Around, Group, Timing
 from ringattn.tools.terminal import Parser
 from scripts import ranks
 
@@ -107,14 +107,16 @@ def main() -> None:
     for name, make in makers.items():
         try:
             contestants[name] = passes(make(), inputs)
-        except Exception as error:  # of any kind: it is a contestant's
-            say(f"missing: {name}: {ranks.one_line(error)}")
+        except Exception as failed:  # of any kind: it is a contestant's
+            say(f"missing: {name}: {ranks.one_line(failed)}")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     say(f"{tokens} tokens, {heads} heads of {dim}, full, {size} ranks, {where}, torch {torch.__version__}")
     for what in ("forward", "forward+backward"):
-        calls, want = {}, None
+        calls: dict[str, tuple[Callable[..., Any], Around]] = {}
+        want: list[Tensor] | None = None
         for name, entry in contestants.items():
-            problem, error = None, 0.0
+            problem: Exception | None = None
+            error = 0.0
             try:
                 got = entry[what]()
                 want = got if want is None else want

@@ -235,7 +235,9 @@ def test_what_is_refused_and_put_back(pools: Any, world_size: int) -> None:
 
 
 def unnoted() -> str:
-    plans, mesh = Plans({}), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    from diffusers.hooks.context_parallel import gather_size_by_comm
+
+    plans, mesh = Plans({}, gather_size_by_comm), dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.randn(1, 4 + dist.get_rank(), 2, 8)
     with pytest.raises(ValueError, match="seq_len"):
         plans.of(x, x, mesh)

@@ -5,10 +5,10 @@ The order of tokens does not matter where each sees all others, so that shards a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -22,10 +22,15 @@ DIMS = 64  # a bias is one more component of queries and keys: kernels have head
 
 
 class Plans:
-    """Plans of full attention by the sizes of shards. ``options``: of :func:`ringattn.plan`."""
+    """Plans of full attention by the sizes of shards.
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
+    Args:
+        options: of :func:`ringattn.plan`.
+        sizes_of: returns the integers of all ranks of a group, given this rank's and the group.
+    """
+
+    def __init__(self, options: dict[str, Any], sizes_of: Callable[[int, Any], list[int]]) -> None:
+        self.options, self.sizes_of = options, sizes_of
         self._plans: Memo[Plan] = Memo(64)
         self._uneven: set[int] = set()
 
@@ -38,12 +43,9 @@ class Plans:
         """Return the plan for queries and keys, (batch, local tokens, heads, head_dim), of a one-dimensional mesh.
         Ranks that hold other numbers of tokens without a :meth:`note_split` get an error."""
         transport = transports.of(mesh)
-        sizes = [(query.shape[1], key.shape[1])] * transport.world_size
+        queries, keys = ((x.shape[1],) * transport.world_size for x in (query, key))
         if transport.serial in self._uneven:
-            table = torch.empty(transport.world_size, 2, dtype=torch.int64, device=query.device)
-            dist.all_gather(list(table), table.new_tensor(sizes[0]), group=mesh.get_group())
-            sizes = [(q, k) for q, k in table.tolist()]
-        queries, keys = zip(*sizes, strict=True)
+            queries, keys = (tuple(self.sizes_of(x.shape[1], mesh.get_group())) for x in (query, key))
         cut = Cut("contiguous", runs_of(queries), runs_of(keys))
         lengths = cut.seq_len, cut.seq_len_k
         return self._plans.once(

@@ -14,7 +14,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,7 +31,7 @@ def door(**options: Any) -> Iterator[None]:
     from diffusers.hooks import context_parallel as hooks
     from diffusers.models import attention_dispatch, attention_processor, modeling_utils
 
-    entry, ours = "_templated_context_parallel_attention", _Attention(Plans(options))
+    entry, ours = "_templated_context_parallel_attention", _Attention(Plans(options, hooks.gather_size_by_comm))
     if not hasattr(attention_dispatch, entry) or not hasattr(hooks, "PartitionAnythingSharder"):
         raise ImportError(f"diffusers {diffusers.__version__} has no {entry}() or other hooks; install 0.42")
     anything = hooks.PartitionAnythingSharder
@@ -48,7 +47,7 @@ def door(**options: Any) -> Iterator[None]:
         padded = lines.new_zeros(max(sizes), *lines.shape[1:])  # gloo gathers equal shapes only
         padded[: len(lines)] = lines
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=group)
+        hooks.dist.all_gather(parts, padded, group=group)
         return torch.cat([x[:n] for x, n in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
     model, enable = modeling_utils.ModelMixin, modeling_utils.ModelMixin.enable_parallelism
