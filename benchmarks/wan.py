@@ -11,10 +11,12 @@ largest value is named, and not timed. Medians of milliseconds, each segment's o
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +98,11 @@ def main() -> None:
     torch.manual_seed(rank)
     shape = 1, tokens // size, heads, dim
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=i < 3) for i in range(4)]
-    makers: dict[str, Callable[[], Attend]] = {
-        f"ringattn/{dataflow}": lambda dataflow=dataflow: ours(dataflow, tokens) for dataflow in args.dataflows
-    } | {
-        f"diffusers/{kind}/{kernel}": lambda kind=kind, kernel=kernel: theirs(kind, kernel, device)
-        for kind in ("ring", "ulysses")
-        for kernel in kernels
-    }
+    makers: dict[str, Callable[[], Attend]] = {}
+    for dataflow in args.dataflows:
+        makers[f"ringattn/{dataflow}"] = partial(ours, dataflow, tokens)
+    for kind, kernel in itertools.product(("ring", "ulysses"), kernels):
+        makers[f"diffusers/{kind}/{kernel}"] = partial(theirs, kind, kernel, device)
     contestants: dict[str, dict[str, Callable[[], Any]]] = {}
     for name, make in makers.items():
         try:
