@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import types
 from importlib import import_module
 
@@ -33,6 +34,16 @@ def test_a_door_is_open_once_and_puts_back_what_was_there(monkeypatch: pytest.Mo
     opened.uninstall()
     opened.uninstall()
     assert place.attend == "theirs"
+
+
+def test_functions_are_replaced_wherever_they_were_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = types.ModuleType("here"), types.ModuleType("there")
+    for module in (here, there):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    here.attend = there.also = attend = lambda: "theirs"  # type: ignore[attr-defined]
+    with doors.everywhere(attend, "ours"):
+        assert (here.attend, there.also) == ("ours", "ours")
+    assert here.attend is there.also is attend
 
 
 def test_what_was_inherited_or_absent_is_so_again() -> None:
