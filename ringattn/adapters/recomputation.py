@@ -132,14 +132,18 @@ class Spans(Generic[T]):
         elif self._only() is not value:
             self._several = True
 
+    def covering(self) -> list[Span]:
+        """Return the spans of the forward which the running backward computes again: none outside of all spans."""
+        node, thread = torch._C._current_autograd_node(), _thread()
+        return [] if node is None else [s for s in self._spans.copy() if s.thread is thread and s.covers(node)]
+
     def recall(self) -> T:
         """Return the value that was active in the forward which the running backward computes again.
 
         Raises:
             RuntimeError: several values are possible, or the value no longer exists.
         """
-        node, thread = torch._C._current_autograd_node(), _thread()
-        covering = [] if node is None else [s for s in self._spans.copy() if s.thread is thread and s.covers(node)]
+        node, covering = torch._C._current_autograd_node(), self.covering()
         references = [s.value for s in covering]
         if not covering and not self._several:
             references = [self._only]
@@ -184,10 +188,13 @@ class Scope(Generic[T]):
         stack = self._local.__dict__.get("stack")
         return stack[-1][0] if stack else None
 
-    def current(self) -> T | None:
+    def current(self, covered: bool = False) -> T | None:
         """Return the value of the innermost block; in a recomputation that has entered none, that of the forward.
 
         Returns None outside of any block.
+
+        Args:
+            covered: in a recomputation of what no block has run return None, not the only value that there has been.
 
         Raises:
             RuntimeError: see :meth:`Spans.recall`.
@@ -198,6 +205,6 @@ class Scope(Generic[T]):
         task = graph_task()
         if stack and stack[-1][1] == task:
             return stack[-1][0]
-        if task == -1 or self.spans.empty:
+        if task == -1 or self.spans.empty or (covered and not self.spans.covering()):
             return None
         return self.spans.recall()

@@ -43,6 +43,7 @@ from .same_mask import check_causal, check_dropout
 
 M = TypeVar("M", bound=nn.Module)
 
+_ATTENTION = F.scaled_dot_product_attention  # torch's own: what a door puts in its place calls it
 _REFUSED = {
     F.multi_head_attention_forward: "torch.nn.MultiheadAttention mixes the heads' projections with its attention",
     torch._native_multi_head_attention: "torch.nn.MultiheadAttention mixes the heads' projections with its attention",
@@ -360,7 +361,7 @@ class _Mode(TorchFunctionMode):
         return plan
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is _ATTENTION:
             plan = self._planned()
             return _scaled_dot_product_attention(plan, *args, **(kwargs or {}))
         if func in _REFUSED:

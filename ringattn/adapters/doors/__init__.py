@@ -11,6 +11,7 @@ from typing import Any
 
 DOORS: dict[str, str] = {  # name of a door, which is its module here: what calls this library from then on
     "diffusers": "models after enable_parallelism(config=ContextParallelConfig(...))",
+    "context_parallel": "torch's context_parallel, accelerate's cp_size, the Trainer and trl's SFTTrainer under it",
     "flash_attention": "scaled_dot_product_attention and varlen_attn, after activate_flash_attention_impl()",
     "ring_flash_attn": "what imports ring_flash_attn: its functions, and models after substitute_hf_flash_attn()",
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,6 +17,10 @@ from ...training import batch as batches
 from ...training import loss as losses
 from ...transport import group as transports
 from ...virtual import VirtualRank
+from ..in_place import Block
+from ..recomputation import Scope
+from .active import SEQUENCES
+from .called import attending, run
 from .checks import version
 from .models import shifts, unwrapped
 from .sequence import Sequence
@@ -158,18 +164,9 @@ class RingTrainerMixin:
 
         sft = _sft_trainer(type(self))
         check_hooks(_trainer(), Accelerator, sft)
-        parallel = self.args.parallelism_config if self.args.device.type == "cpu" else None
-        if parallel is not None:
-            _withhold(parallel)
-            self.args.parallelism_config = None
-        try:
+        with shared_on_cpus():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        finally:
-            if parallel is not None:
-                self.args.parallelism_config = parallel
         prepare(self.accelerator)
-        if parallel is not None:
-            _share(self.accelerator, parallel)
         if self.accelerator.num_processes > 1 and self.accelerator.is_main_process and not _splits(self.accelerator):
             _log.warning(
                 "cp_size is 1: rows are not split, and each of %d ranks has its own; pass "
@@ -254,38 +251,115 @@ class RingTrainerMixin:
         return sequence.active, sequence.local
 
 
-def _withhold(parallel: Any) -> None:
-    """Let the next Accelerator be made without the ParallelismConfig of a Trainer on CPUs: accelerate would refuse it,
-    as its own context parallelism needs FSDP2, and it has no FSDP2 there.
+def over_ranks(stock: type, options: Mapping[str, Any]) -> type:
+    """Return a trainer's class with :class:`RingTrainerMixin`, for models of any attention. Where accelerate's
+    ``cp_size`` is 1, objects of it become ``stock`` again."""
 
-    Raises:
-        NotImplementedError: it has more than ranks that share sequences and replicas.
+    class OverRanks(RingTrainerMixin, stock):  # type: ignore[misc, valid-type]
+        ring_options = options
+
+        def create_accelerator_and_postprocess(self) -> None:
+            from accelerate import ParallelismConfig
+
+            by_launcher = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+            parallel = self.args.parallelism_config or (ParallelismConfig() if by_launcher else None)
+            if parallel is None or not parallel.cp_enabled:
+                self.__class__ = stock  # type: ignore[assignment]
+                self.create_accelerator_and_postprocess()
+            else:
+                super().create_accelerator_and_postprocess()
+
+        def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+            with attending(model):
+                active, local = super()._prepare_context_parallel_inputs(model, inputs)
+
+            @contextlib.contextmanager
+            def attends() -> Iterator[Any]:
+                with attending(model), active() as shards:
+                    yield shards
+
+            return attends, local
+
+    OverRanks.__name__, OverRanks.__qualname__ = stock.__name__, stock.__qualname__
+    return stock if issubclass(stock, RingTrainerMixin) else OverRanks
+
+
+@contextlib.contextmanager
+def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None]:
+    """Run models that are called in a block on whole rows; let Trainers share rows, and Accelerators leave masks to the
+    models.
+
+    Args:
+        options: of :func:`ringattn.hf.sequence`, for Trainers.
     """
-    from accelerate.state import AcceleratorState, is_initialized
+    from transformers import PreTrainedModel
 
-    if parallel.tp_enabled or parallel.sp_enabled:
-        raise NotImplementedError(
-            f"on CPUs ParallelismConfig has tp_size={parallel.tp_size} and sp_size={parallel.sp_size}; accelerate runs "
-            "neither there: leave them at 1"
-        )
-    if is_initialized():  # by an earlier Trainer of this process
-        AcceleratorState().parallelism_config = None
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        block = blocks.innermost() if SEQUENCES.innermost() is None else None  # not parts of a model that runs
+        return nn.Module.__call__(model, *args, **kwargs) if block is None else run(model, block, args, kwargs)
+
+    def new(stock: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(over_ranks(stock, options))
+
+    with contextlib.ExitStack() as stack:
+        PreTrainedModel.__call__ = call
+        stack.callback(delattr, PreTrainedModel, "__call__")
+        trainer = _trainer()
+        trainer.__new__ = new  # type: ignore[assignment]
+        # Python does not forget that a class has had a __new__: without one it would take no arguments.
+        stack.callback(setattr, trainer, "__new__", lambda stock, *args, **kwargs: object.__new__(stock))
+        stack.enter_context(_masks_kept())
+        stack.enter_context(shared_on_cpus())
+        yield
 
 
-def _share(accelerator: Any, parallel: Any) -> None:
-    """Give an Accelerator on CPUs the mesh of a ParallelismConfig: from it loaders know which ranks share rows. The
-    model is replicated (DDP).
+@contextlib.contextmanager
+def _masks_kept() -> Iterator[None]:
+    """Let accelerate leave attention masks to models of transformers, and take windows."""
+    from accelerate import accelerator
+    from transformers import PreTrainedModel
 
-    Raises:
-        ValueError: the sizes do not multiply to the number of processes.
-    """
-    if parallel.total_size != accelerator.num_processes:
-        raise ValueError(
-            f"ParallelismConfig has cp_size={parallel.cp_size} and {parallel.total_size} ranks in all, but there are "
-            f"{accelerator.num_processes} processes; start {parallel.total_size} with torchrun, or change the sizes"
-        )
-    accelerator.state.parallelism_config = parallel
-    accelerator.state.device_mesh = parallel.get_device_mesh("cpu")
+    theirs = accelerator._attach_context_parallel_hooks
+
+    def attach(model: nn.Module) -> None:
+        if not any(isinstance(part, PreTrainedModel) for part in model.modules()):
+            theirs(model)
+
+    accelerator._attach_context_parallel_hooks = attach
+    try:
+        yield
+    finally:
+        accelerator._attach_context_parallel_hooks = theirs
+
+
+@contextlib.contextmanager
+def shared_on_cpus() -> Iterator[None]:
+    """Let Accelerators be made on CPUs with ``cp_size > 1``, with replicated models (DDP). accelerate refuses it, as
+    its own context parallelism needs FSDP2, which it has on GPUs only."""
+    from accelerate import ParallelismConfig
+
+    theirs = ParallelismConfig._validate_accelerator
+
+    def check(parallel: Any, accelerator: Any) -> None:
+        if accelerator.device.type != "cpu" or not parallel.cp_enabled:
+            return theirs(parallel, accelerator)
+        if parallel.tp_enabled or parallel.sp_enabled:
+            raise NotImplementedError(
+                f"on CPUs ParallelismConfig has tp_size={parallel.tp_size} and sp_size={parallel.sp_size}; accelerate "
+                "runs neither there: leave them at 1"
+            )
+        if parallel.total_size != accelerator.num_processes:
+            raise ValueError(
+                f"ParallelismConfig has cp_size={parallel.cp_size} and {parallel.total_size} ranks in all, but there "
+                f"are {accelerator.num_processes} processes; start {parallel.total_size} with torchrun, or change the "
+                "sizes"
+            )
+
+    ParallelismConfig._validate_accelerator = check
+    try:
+        yield
+    finally:
+        ParallelismConfig._validate_accelerator = theirs
 
 
 def _splits(accelerator: Any) -> bool:
