@@ -11,6 +11,7 @@ import itertools
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ TESTS = {
     "diffusers": ["test_diffusers_pipeline"],
     "drafts": ["test_drafts_of_eagle", "test_drafts_of_dflash"],
     "fsdp2": [*["test_a_model_of_ones_own_with_fsdp2"] * 3, "test_fsdp2"],
-    "from_context_parallel": ["test_from_context_parallel"],
     "flash_attention": ["test_flash_attention_of_torch"],
+    "from_context_parallel": [
+        "test_context_parallel", "test_the_loop_of_accelerate", "test_trainer_by_one_line", "test_from_context_parallel"
+    ],
     "from_ring_flash_attn": ["test_ring_flash_attn", "test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "host_memory": ["test_host_memory"],
@@ -340,12 +343,81 @@ def test_losses(pools) -> None:  # type: ignore[no-untyped-def]
         assert mean == pytest.approx(loss.item(), rel=1e-12)
 
 
+def whole_batches() -> list[dict[str, Tensor]]:
+    """As for a loop that shards by buffers: shifted already, with positions."""
+    several = batches()
+    for batch in several:
+        batch["shift_labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        batch["position_ids"] = torch.arange(SEQ).repeat(len(batch["labels"]), 1)
+    return several
+
+
+@contextlib.contextmanager
+def undone() -> Iterator[None]:
+    """Close the door that a page opens."""
+    try:
+        yield
+    finally:
+        doors._OPEN["context_parallel"].close()
+
+
+def _context_parallel() -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with double(), undone():
+        mesh, model, loader = init_device_mesh("cpu", (2,)), Decoder(), whole_batches()
+        run("from_context_parallel", 0, model=model, loader=loader, mesh=mesh)
+        assert all(b[name].shape == (2, SEQ) for b in loader for name in b), "restored"
+        return [p.grad for p in model.parameters()]
+
+
+def test_context_parallel(pools) -> None:  # type: ignore[no-untyped-def]
+    with double():
+        model = Decoder()
+        for batch in batches():
+            mean_loss(model, [batch]).backward()
+    parts = pools(2).run(_context_parallel)
+    total = [torch.stack(gradients).mean(0) for gradients in zip(*parts, strict=True)]
+    close(total, [p.grad for p in model.parameters()], 1e-10)
+
+
+def _the_loop_of_accelerate(ranks: int | None) -> list[Tensor]:
+    from test_hf import forget_accelerate
+
+    forget_accelerate()
+    model = gemma("eager")
+    model.config.use_cache = False
+    code = code_of("from_context_parallel", 1)
+    if ranks is None:
+        code = code.replace("ParallelismConfig(cp_size=ranks)", "None").replace("ringattn.install", "str")
+    loader = torch.utils.data.DataLoader(
+        [{n: x[i] for n, x in b.items() if n != "position_ids"} for b in whole_batches() for i in range(2)], 2
+    )
+    names = dict(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), loader=loader, ranks=ranks)
+    with contextlib.nullcontext() if ranks is None else undone(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")  # as accelerate launch --cpu
+        exec(compile(code, "from_context_parallel.md", "exec"), names)
+    return parameters(model)
+
+
+def test_the_loop_of_accelerate(pools) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+    want = _the_loop_of_accelerate(None)
+    for got in pools(2).run(_the_loop_of_accelerate, 2):
+        close(got, want, 1e-6)  # transformers computes the loss in float32
+
+
+def test_trainer_by_one_line(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    compare_trainer(pools, tmp_path, 2, "from_context_parallel")
+
+
 def _from_context_parallel() -> tuple[float, list[Tensor]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     with double():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-        found = run("from_context_parallel", model=Decoder(), loader=batches(), mesh=mesh)
+        found = run("from_context_parallel", 3, model=Decoder(), loader=batches(), mesh=mesh)
         return found["loss"].item(), [p.grad for p in found["model"].parameters()]
 
 
@@ -585,6 +657,11 @@ def _trainer(folder: str, block: int, page: str = "trainer") -> list[Tensor]:
         names["collate"] = torch.utils.data.default_collate
         if page == "trainers":
             return parameters(switched(run(page, block)["over_ranks"], names))
+        if page == "from_context_parallel":  # a model loaded as it comes, and the ranks of a launch file
+            options["parallelism_config"] = transformers.training_args.ParallelismConfig(cp_size=2)
+            names["name"] = transformers.AutoModelForCausalLM.from_pretrained(folder)
+            with undone():
+                return parameters(run(page, block, **names)["trainer"].model)
         return parameters(run(page, block, **names)["model"])
 
 

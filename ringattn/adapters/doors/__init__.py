@@ -45,6 +45,23 @@ def everywhere(function: Any, value: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def inside(function: Any, value: Any) -> Iterator[None]:
+    """Let a decorated function run ``value`` in the place of what it decorates, also where it was imported before.
+
+    Raises:
+        ImportError: it is not decorated, or by another kind of decorator.
+    """
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "func" not in cells:
+        raise ImportError(f"{function.__module__}.{function.__qualname__} is not decorated as in the tried versions")
+    theirs, cells["func"].cell_contents = cells["func"].cell_contents, value
+    try:
+        yield
+    finally:
+        cells["func"].cell_contents = theirs
+
+
 class Installed:
     """An open door: stays open until :meth:`uninstall`, or until the end of a ``with`` block."""
 

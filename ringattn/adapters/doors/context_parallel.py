@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import experimental
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
-from ...plans import Plan
+from ...factory import Plan
 from ..in_place import BLOCKS, Block
 from ..recomputation import Scope
 from ..sdpa import _ATTENTION
-from . import everywhere
+from . import everywhere, inside
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("layout", "dataflow", "deterministic", "local_size")
@@ -28,23 +28,17 @@ def door(**options: Any) -> Iterator[None]:
     """``layout``, ``dataflow``, ``deterministic`` and ``local_size``: as for :func:`ringattn.plan`. The layout is
     "zigzag", torch's own, unless it is given; in Trainers the one that fits a batch's documents.
 
-    Torch's functions are replaced wherever they have been imported by name. Attention and mean losses change inside of
+    Torch's functions are replaced wherever they have been imported to. Attention and mean losses change inside of
     ``with context_parallel(...)`` only; models of transformers run there on the whole rows behind the buffers."""
     if odd := sorted(set(options) - set(_OPTIONS)):
         raise TypeError(f"install('context_parallel') got {', '.join(odd)}; its options are {', '.join(_OPTIONS)}")
-    theirs, unshard, mean = experimental.context_parallel, context_parallel_unshard, F.cross_entropy
+    unshard, mean = inspect.unwrap(context_parallel_unshard), F.cross_entropy
     latest: dict[str, Plan] = {}  # by group: the order of tensors to unshard, also after the block
     sequences: Scope[Any] | None = None
 
-    @contextmanager
-    def context_parallel(
+    def block_of(
         mesh: Any, *, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        if experimental.context_parallel is not context_parallel:
-            raise RuntimeError(
-                "install('context_parallel') has been undone, and this context_parallel was taken before that; import "
-                "torch's again, or call accelerator.prepare() again"
-            )
         several, dims, kept = list(buffers or ()), list(buffer_seq_dims or ()), list(no_restore_buffers or ())
         if len(several) != len(dims) or any(not any(k is b for b in several) for k in kept):
             raise ValueError(
@@ -56,7 +50,6 @@ def door(**options: Any) -> Iterator[None]:
         with block.closing, block.split(several, kept), BLOCKS.active(block):
             yield
 
-    @torch.no_grad()
     def unsharded(mesh: Any, buffers: Any, seq_dims: Any, load_balancer: Any = None) -> Any:
         plan = latest.get(mesh.get_group().group_name)
         if plan is None or load_balancer is not None:
@@ -81,9 +74,10 @@ def door(**options: Any) -> Iterator[None]:
         return loss if block is None else block.mean(loss, target, weight, ignore_index)
 
     with ExitStack() as stack:
-        ours = {theirs: context_parallel, unshard: unsharded, _ATTENTION: attention, mean: cross_entropy}
-        for function, own in ours.items():
-            stack.enter_context(everywhere(function, own))
+        stack.enter_context(inside(experimental.context_parallel, block_of))
+        stack.enter_context(inside(context_parallel_unshard, unsharded))
+        stack.enter_context(everywhere(_ATTENTION, attention))
+        stack.enter_context(everywhere(mean, cross_entropy))
         try:
             from ..hf import active, trainer
         except ImportError as error:

@@ -295,41 +295,34 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
     from transformers import PreTrainedModel
 
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        block = blocks.innermost() if SEQUENCES.innermost() is None else None  # not parts of a model that runs
+        block = blocks.innermost() if SEQUENCES.current(covered=True) is None else None  # not parts of a model
         return nn.Module.__call__(model, *args, **kwargs) if block is None else run(model, block, args, kwargs)
 
     def new(stock: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(over_ranks(stock, options))
 
+    def plain(stock: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(stock)
+
     with contextlib.ExitStack() as stack:
-        PreTrainedModel.__call__ = call
         stack.callback(delattr, PreTrainedModel, "__call__")
-        trainer = _trainer()
-        trainer.__new__ = new  # type: ignore[assignment]
-        # Python does not forget that a class has had a __new__: without one it would take no arguments.
-        stack.callback(setattr, trainer, "__new__", lambda stock, *args, **kwargs: object.__new__(stock))
-        stack.enter_context(_masks_kept())
-        stack.enter_context(shared_on_cpus())
+        setattr(PreTrainedModel, "__call__", call)  # noqa: B010
+        with contextlib.suppress(ImportError):
+            from accelerate import accelerator
+
+            def attach(model: nn.Module) -> None:  # hooks that drop masks, and refuse windows
+                if not any(isinstance(part, PreTrainedModel) for part in model.modules()):
+                    theirs(model)
+
+            theirs = accelerator._attach_context_parallel_hooks
+            stack.callback(setattr, accelerator, "_attach_context_parallel_hooks", theirs)
+            accelerator._attach_context_parallel_hooks = attach
+            stack.enter_context(shared_on_cpus())
+            trainer: Any = _trainer()
+            # Python does not forget that a class has had a __new__: without one it would take no arguments.
+            stack.callback(setattr, trainer, "__new__", plain)
+            trainer.__new__ = new
         yield
-
-
-@contextlib.contextmanager
-def _masks_kept() -> Iterator[None]:
-    """Let accelerate leave attention masks to models of transformers, and take windows."""
-    from accelerate import accelerator
-    from transformers import PreTrainedModel
-
-    theirs = accelerator._attach_context_parallel_hooks
-
-    def attach(model: nn.Module) -> None:
-        if not any(isinstance(part, PreTrainedModel) for part in model.modules()):
-            theirs(model)
-
-    accelerator._attach_context_parallel_hooks = attach
-    try:
-        yield
-    finally:
-        accelerator._attach_context_parallel_hooks = theirs
 
 
 @contextlib.contextmanager
