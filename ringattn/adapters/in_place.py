@@ -102,4 +102,4 @@ class Block:
         return summed * (self.plan.world_size / total).to(summed.dtype)
 
 
-BLOCKS: Scope[Block] = Scope("plan", "Run the backward inside of `with context_parallel(...)`.")
+BLOCKS: Scope[Block] = Scope("open context_parallel", "Run the backward inside of `with context_parallel(...)`.")

@@ -1,0 +1,295 @@
+"""install("context_parallel"): torch's own contract, accelerate's loop, Trainers, against one process.
+
+The pages' examples are in test_docs.py. Here: every length, mask and kind of model; buffers and what is put back;
+refusals; and, with --long, trl's example with its own launch file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import on_ranks
+from suite import world_sizes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.nn.functional import cross_entropy as imported_before
+from torch.utils.checkpoint import checkpoint
+
+import ringattn
+
+VOCABULARY, DIM, HEADS = 23, 16, 4
+Job = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs() -> None:
+    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    pytest.importorskip("accelerate", reason="pip install accelerate")
+
+
+# --- torch's own ---------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Two layers, the second of grouped heads; ``again``: they are computed a second time in the backward."""
+
+    def __init__(self, causal: bool, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.causal, self.again = causal, again
+        self.embed, self.head = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.projections = nn.ModuleList([nn.Linear(DIM, DIM + 2 * DIM // groups) for groups in (1, 2)])
+        self.double()
+
+    def layer(self, x: Tensor, project: nn.Module) -> Tensor:
+        y = project(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
+        kv = (y.shape[1] - HEADS) // 2
+        q, k, v = y.split([HEADS, kv, kv], 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=0.4, enable_gqa=kv != HEADS)
+        return x + out.transpose(1, 2).flatten(2)
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        x = self.embed(tokens) + places
+        for project in self.projections:
+            x = checkpoint(self.layer, x, project, use_reentrant=False) if self.again else self.layer(x, project)
+        return self.head(x)
+
+
+def rows(seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens and targets that share memory, as slices of one tensor do; few targets in one row; places of tokens."""
+    g = torch.Generator().manual_seed(seq_len)
+    text = torch.randint(VOCABULARY, (2, seq_len + 1), generator=g)
+    text[0, 2 : seq_len // 2] = 0
+    return text[:, :-1], text[:, 1:], torch.randn(seq_len, DIM, generator=g, dtype=torch.float64)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0),
+    "imported": lambda logits, targets: imported_before(logits.flatten(0, 1), targets.flatten(), ignore_index=0),
+    "weighted": lambda logits, targets: nn.CrossEntropyLoss(
+        torch.linspace(0.5, 2, VOCABULARY).double(), label_smoothing=0.1
+    )(logits.transpose(1, 2), targets),
+    "probabilities": lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, 1), F.one_hot(targets.flatten(), VOCABULARY).double()
+    ),
+}
+STEPS = [
+    (64, True, False, "mean"),
+    (61, True, True, "imported"),
+    (45, False, False, "weighted"),
+    (5, True, False, "probabilities"),
+]
+
+
+def alone(seq_len: int, causal: bool, again: bool, loss: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    model, (tokens, targets, places) = Model(causal, again), rows(seq_len)
+    logits = model(tokens, places)
+    mean = LOSSES[loss](logits, targets)
+    mean.backward()
+    return mean.detach(), logits.detach(), [p.grad for p in model.parameters()]
+
+
+def in_blocks(steps: list[Any]) -> list[Any]:
+    """Of each step: this rank's part of the loss, all logits, and the gradients, averaged over the ranks."""
+    mesh, results = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    with ringattn.install("context_parallel"):
+        for seq_len, causal, again, loss in steps:
+            model, (tokens, targets, places) = Model(causal, again), rows(seq_len)
+            before = [x.clone() for x in (tokens, targets, places)]
+            with context_parallel(
+                mesh, buffers=[tokens, targets, places], buffer_seq_dims=[1, 1, 0], no_restore_buffers={places}
+            ):
+                assert tokens.shape[1] == targets.shape[1] == places.shape[0] < seq_len
+                logits = model(tokens, places)
+                part = LOSSES[loss](logits, targets)
+                part.backward()
+                kept = places.clone()
+            (whole, places_again) = context_parallel_unshard(mesh, [logits.detach(), places], [1, 0])
+            assert torch.equal(places, kept)
+            assert all(torch.equal(a, b) for a, b in zip((tokens, targets, places_again), before, strict=True))
+            assert tokens.untyped_storage().data_ptr() == targets.untyped_storage().data_ptr()
+            gradients = [p.grad for p in model.parameters()]
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+            results.append((part.detach(), whole, [gradient / dist.get_world_size() for gradient in gradients]))
+        # Outside of a block, attention, also what a backward computes again, is of the tokens at hand.
+        want, got = alone(9, True, True, "mean"), alone(9, True, True, "mean")
+        assert all(torch.equal(a, b) for a, b in zip(want[2], got[2], strict=True))
+    return results
+
+
+def same(parts: list[Any], want: Any) -> None:
+    torch.testing.assert_close(torch.stack([p[0] for p in parts]).mean(), want[0], rtol=1e-12, atol=1e-12)
+    for _, logits, gradients in parts:
+        torch.testing.assert_close(logits, want[1], rtol=1e-11, atol=1e-12)
+        for got, gradient in zip(gradients, want[2], strict=True):
+            torch.testing.assert_close(got, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(*world_sizes(2, long=(3,))))
+def test_a_plain_model_in_torchs_block(world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
+    results = pools(world_size).run(in_blocks, STEPS)
+    for step, *parts in zip(STEPS, *results, strict=True):
+        same(parts, alone(*step))
+
+
+def refusals() -> list[str]:
+    mesh, x = init_device_mesh("cpu", (dist.get_world_size(),)), torch.randn(2, 4, 12, 8)
+    found = []
+
+    def refused(call: Callable[[Tensor], object] = lambda buffer: None, **given: Any) -> None:
+        buffer, error = x.clone(), None
+        try:
+            with context_parallel(mesh, **{"buffers": [buffer], "buffer_seq_dims": [2], **given}):
+                call(buffer)
+        except (ValueError, NotImplementedError) as raised:
+            error = raised
+        assert buffer.shape == x.shape
+        found.append(str(error))
+
+    with ringattn.install("context_parallel"):
+        attend = F.scaled_dot_product_attention
+        refused(buffers=[x, x[:, :, :5]], buffer_seq_dims=[2, 2])
+        refused(buffers=None, buffer_seq_dims=None)
+        refused(buffer_seq_dims=[])
+        refused(no_restore_buffers={x[:1]})
+        refused(buffers=[x.clone().requires_grad_()])
+        refused(lambda b: attend(b, b, b, attn_mask=torch.ones(6, 6)))
+        refused(lambda b: attend(b, b[:, :, :3], b[:, :, :3]))
+        refused(lambda b: attend(b, b, b, dropout_p=0.1))
+        refused(lambda b: attend(b, b[:, :2], b[:, :2]))
+        model, (tokens, _, places) = Model(True, True), rows(12)
+        kept = [tokens, places]
+        with context_parallel(mesh, buffers=kept, buffer_seq_dims=[1, 0], no_restore_buffers=set(kept)):
+            loss = model(tokens, places).sum()
+        with pytest.raises(RuntimeError, match="the open context_parallel of its forward no longer exists"):
+            loss.backward()
+    return found
+
+
+REFUSALS = (
+    "2 buffers of [5, 12] tokens",
+    "0 buffers of no tokens",
+    "1 buffers, 0 buffer_seq_dims",
+    "1 no_restore_buffers",
+    "none that requires gradients",
+    "6 keys and a mask",
+    "3 keys and no mask",
+    "dropout_p=0.1",
+    "2 heads of keys",
+)
+
+
+def test_what_the_block_cannot_do_is_refused_by_name(pools) -> None:  # type: ignore[no-untyped-def]
+    for found in pools(2).run(refusals):
+        for text, part in zip(found, REFUSALS, strict=True):
+            assert part in text
+    with pytest.raises(TypeError, match="got window_size; its options are layout"):
+        ringattn.install("context_parallel", window_size=3)
+
+
+def test_everything_is_put_back() -> None:
+    import accelerate
+    import transformers
+
+    def state() -> list[Any]:
+        return [
+            F.scaled_dot_product_attention, F.cross_entropy, imported_before,
+            context_parallel.__closure__[0].cell_contents, context_parallel_unshard.__closure__[1].cell_contents,
+            vars(transformers.PreTrainedModel).get("__call__"), accelerate.accelerator._attach_context_parallel_hooks,
+            accelerate.ParallelismConfig._validate_accelerator,
+        ]  # fmt: skip
+
+    before = state()
+    for _ in range(2):
+        with ringattn.install("context_parallel"):
+            assert all(a is not b for a, b in zip(state(), before, strict=True))
+        assert state() == before
+        assert type(transformers.Trainer(model=Model(True, False))) is transformers.Trainer
+
+
+# --- Models of transformers in accelerate's loop -------------------------------------------------------
+
+
+def batch_of(kind: str, seq_len: int) -> dict[str, Tensor]:
+    """Two rows as for a loop that shifts by itself; the first token of a document is no target."""
+    g = torch.Generator().manual_seed(seq_len)
+    tokens = torch.randint(3, 40, (2, seq_len), generator=g)
+    labels, at = torch.where(torch.rand(2, seq_len, generator=g) < 0.6, tokens, -100), torch.arange(seq_len)
+    batch = {"input_ids": tokens, "labels": labels}
+    if kind == "padded":
+        batch["attention_mask"] = torch.stack([torch.ones(seq_len), (at >= 5) if seq_len % 2 else (at < 9)]).long()
+        labels[batch["attention_mask"] == 0] = labels[:, 5] = -100
+    if kind == "packed":
+        batch["position_ids"] = torch.stack([at % 13, torch.where(at < 20, at, at - 20)])
+        labels[batch["position_ids"] == 0] = -100
+    batch["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return batch
+
+
+def step(name: str, kind: str, seq_len: int, own_loss: bool, again: bool) -> tuple[Tensor, list[Tensor]]:
+    """One step of accelerate's loop: the loss, averaged over ranks, and the gradients."""
+    import accelerate
+    from test_hf import build, forget_accelerate
+
+    forget_accelerate()
+    parallel = accelerate.ParallelismConfig(cp_size=dist.get_world_size()) if dist.is_initialized() else None
+    accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallel)
+    model: Any = build(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa")
+    model.config.use_cache = False  # with which transformers lets documents see each other
+    if again:
+        model.gradient_checkpointing_enable()
+    batch = batch_of(kind, seq_len)
+    prepared, _ = accelerator.prepare(model.train(), torch.optim.SGD(model.parameters(), 0.1))
+    with accelerator.maybe_context_parallel(
+        buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch), no_restore_buffers=set(batch.values())
+    ):
+        if own_loss:
+            logits = prepared(**{n: x for n, x in batch.items() if "labels" not in n}).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        else:
+            loss = prepared(**batch).loss
+        accelerator.backward(loss)
+    assert model.config._attn_implementation != "ringattn"
+    return accelerator.reduce(loss.detach(), "mean"), [p.grad for p in model.parameters()]
+
+
+def steps(cases: list[Any]) -> list[tuple[Tensor, list[Tensor]]]:
+    with ringattn.install("context_parallel"):
+        return [step(*case) for case in cases]
+
+
+FEW = [("llama", "padded", 61, False, False), ("gemma2", "packed", 45, True, True)]
+MANY = [
+    (name, kind, seq_len, own_loss, again)
+    for name in ("llama", "mistral", "gemma2", "qwen3")
+    for kind, own_loss in (("plain", False), ("padded", False), ("packed", True))
+    for seq_len, again in ((61, False), (45, True))
+]
+
+
+def compare_steps(pools: Any, world_size: int, cases: list[Any]) -> None:
+    wanted = [step(*case) for case in cases]
+    for results in pools(world_size).run(steps, cases):
+        for case, (loss, gradients), want in zip(cases, results, wanted, strict=True):
+            assert float(loss) == pytest.approx(float(want[0]), abs=1e-6), case
+            for got, gradient in zip(gradients, want[1], strict=True):
+                torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-6, msg=str(case))
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_models_of_transformers_in_accelerates_loop(world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
+    compare_steps(pools, world_size, FEW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", on_ranks(2, 3))
+def test_every_kind_of_rows_in_accelerates_loop(world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
+    compare_steps(pools, world_size, MANY)
