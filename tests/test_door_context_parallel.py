@@ -224,8 +224,8 @@ def batch_of(kind: str, seq_len: int) -> dict[str, Tensor]:
     tokens = torch.randint(3, 40, (2, seq_len), generator=g)
     labels, at = torch.where(torch.rand(2, seq_len, generator=g) < 0.6, tokens, -100), torch.arange(seq_len)
     batch = {"input_ids": tokens, "labels": labels}
-    if kind == "padded":
-        batch["attention_mask"] = torch.stack([torch.ones(seq_len), (at >= 5) if seq_len % 2 else (at < 9)]).long()
+    if kind in ("left", "right"):
+        batch["attention_mask"] = torch.stack([at >= 0, at >= 5 if kind == "left" else at < 30]).long()
         labels[batch["attention_mask"] == 0] = labels[:, 5] = -100
     if kind == "packed":
         batch["position_ids"] = torch.stack([at % 13, torch.where(at < 20, at, at - 20)])
@@ -266,12 +266,13 @@ def steps(cases: list[Any]) -> list[tuple[Tensor, list[Tensor]]]:
         return [step(*case) for case in cases]
 
 
-FEW = [("llama", "padded", 61, False, False), ("gemma2", "packed", 45, True, True)]
+FEW = [("llama", "left", 61, False, False), ("gemma2", "packed", 45, True, True)]
 MANY = [
-    (name, kind, seq_len, own_loss, again)
+    (name, kind, seq_len, kind == "packed", again)
     for name in ("llama", "mistral", "gemma2", "qwen3")
-    for kind, own_loss in (("plain", False), ("padded", False), ("packed", True))
+    for kind in ("plain", "left", "right", "packed")
     for seq_len, again in ((61, False), (45, True))
+    if name != "gemma2" or kind in ("plain", "packed")  # in one process NaN: eager attention to padding only
 ]
 
 
@@ -293,3 +294,106 @@ def test_models_of_transformers_in_accelerates_loop(world_size: int, pools) -> N
 @pytest.mark.parametrize("world_size", on_ranks(2, 3))
 def test_every_kind_of_rows_in_accelerates_loop(world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
     compare_steps(pools, world_size, MANY)
+
+
+def in_torchs_block(cases: list[Any]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Models that FSDP2 shards, or not, in a block without accelerate: the mean loss, and the gradients."""
+    from torch.distributed.fsdp import fully_shard
+
+    from scripts import models
+
+    mesh, results = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), []
+    with ringattn.install("context_parallel"):
+        for name, kind, sharded in cases:
+            model: Any = models.build(models.config_of(name, True, ()), True, "eager")
+            model.load_state_dict(models.reference_of(name, True)[1].state_dict())
+            if sharded:
+                fully_shard(model, mesh=mesh)
+            buffers = dict(models.batch_of(kind))
+            with context_parallel(mesh, buffers=list(buffers.values()), buffer_seq_dims=[1] * len(buffers)):
+                loss = model(**buffers, use_cache=False).loss
+                loss.backward()
+            dist.all_reduce(loss := loss.detach())
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            for n, g in gradients.items():
+                if sharded:
+                    gradients[n] = g.full_tensor()
+                else:
+                    dist.all_reduce(g.div_(mesh.size()))
+            results.append((float(loss) / mesh.size(), gradients))
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", on_ranks(2, 3))
+def test_hybrids_and_fsdp2_in_torchs_block(world_size: int, pools) -> None:  # type: ignore[no-untyped-def]
+    from scripts import models
+
+    cases = [(n, "packed", s) for n, s in (("llama", True), ("gpt_oss", False), ("lfm2", True), ("qwen3_next", False))]
+    results = pools(world_size).run(in_torchs_block, cases)
+    for (name, kind, _), *parts in zip(cases, *results, strict=True):
+        expected, want = models.one_process(models.reference_of(name, True)[1], kind, True)
+        for loss, gradients in parts:
+            assert loss == pytest.approx(expected, abs=1e-6), name
+            for parameter, gradient in want.items():
+                torch.testing.assert_close(
+                    gradients[parameter], gradient, rtol=1e-4, atol=1e-5, msg=f"{name} {parameter}"
+                )
+
+
+# --- Trainers ------------------------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, number: int) -> None:
+        batches = [batch_of("packed", 61 if i < 2 else 45) for i in range(0, number, 2)]
+        self.rows = [{n: b[n][i] for n in ("input_ids", "labels", "position_ids")} for b in batches for i in range(2)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return self.rows[i]
+
+
+def train(folder: str) -> tuple[list[float], list[Tensor]]:
+    """Losses of two accumulated steps and of an evaluation, and the parameters, of a Trainer as it comes, with ranks
+    from the environment that a launch file makes."""
+    import transformers
+    from test_hf import build, forget_accelerate
+
+    forget_accelerate()
+    losses, ranks = [], dist.get_world_size() if dist.is_initialized() else 1
+
+    class Logged(transformers.Trainer):
+        def log(self, logs: dict[str, float], *args: Any) -> None:
+            losses.extend(logs[name] for name in ("loss", "eval_loss") if name in logs)
+
+    model = build("mistral", "sdpa", torch.float32)
+    model.config.use_cache = False
+    arguments = transformers.TrainingArguments(
+        folder, use_cpu=True, max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2, seed=1,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1, optim="sgd", learning_rate=0.5,
+        train_sampling_strategy="sequential", per_device_eval_batch_size=1,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, ringattn.install("context_parallel"):
+        if ranks > 1:
+            patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+            patch.setenv("PARALLELISM_CONFIG_CP_SIZE", str(ranks))
+        trainer = Logged(model=model, args=arguments, train_dataset=Rows(4), eval_dataset=Rows(3))
+        assert type(trainer).__name__ == "Logged"
+        assert (type(trainer) is Logged) == (ranks == 1), "a Trainer whose ranks share nothing stays as it is"
+        trainer.train()
+        trainer.evaluate()
+        assert model.config._attn_implementation == "sdpa"
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(*world_sizes(2, long=(3,))))
+def test_a_trainer_with_ranks_of_a_launch_file(world_size: int, pools, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    losses, parameters = train(str(tmp_path))
+    assert len(losses) == 3
+    for got, of_rank in pools(world_size).run(train, str(tmp_path)):
+        assert got == pytest.approx(losses, abs=1e-6)
+        for a, b in zip(of_rank, parameters, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
