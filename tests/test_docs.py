@@ -395,7 +395,7 @@ def _the_loop_of_accelerate(ranks: int | None) -> list[Tensor]:
     )
     names = dict(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), loader=loader, ranks=ranks)
     with contextlib.nullcontext() if ranks is None else undone(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")  # as accelerate launch --cpu
+        patch.setenv("ACCELERATE_USE_CPU", "true")
         exec(compile(code, "from_context_parallel.md", "exec"), names)
     return parameters(model)
 

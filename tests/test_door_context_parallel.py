@@ -6,7 +6,13 @@ refusals; and, with --long, trl's example with its own launch file.
 
 from __future__ import annotations
 
+import ast
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,3 +403,103 @@ def test_a_trainer_with_ranks_of_a_launch_file(world_size: int, pools, tmp_path)
         assert got == pytest.approx(losses, abs=1e-6)
         for a, b in zip(of_rank, parameters, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+LAUNCH_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_version: 2
+machine_rank: 0
+main_process_port: 0
+mixed_precision: 'no'
+num_machines: 1
+num_processes: {ranks}
+rdzv_backend: static
+same_network: true
+use_cpu: true
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 1
+  parallelism_config_tp_size: 1
+  parallelism_config_cp_size: {ranks}
+"""  # trl's context_parallel_2gpu.yaml on CPUs: use_cpu, mixed_precision
+OPTIONS = """--max_steps 3 --per_device_train_batch_size 2 --learning_rate 0.5 --optim sgd --logging_steps 1 --seed 3
+--report_to none --save_strategy no --use_cpu true --bf16 false --dtype float32 --disable_tqdm true --max_length 45"""
+LOGGED = {"loss", "train_loss", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens"}
+SFT = {
+    "rows": '--eval_strategy steps --eval_steps 3 --accelerator_config {"even_batches":false}',
+    "packed": "--packing --gradient_accumulation_steps 2",
+    "lora": "--packing --use_peft --lora_r 4 --lora_dropout 0.0",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", SFT)
+def test_trls_example_with_its_launch_file(case: str, ranks: int, tmp_path: Path) -> None:
+    """trl/scripts/sft.py, with one line added on the ranks, in processes of their own."""
+    trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    from safetensors.torch import load_file
+    from test_hf import build
+    from test_trl import texts, tokenizer
+
+    model = build("mistral", "sdpa", torch.float32)
+    model.config.use_cache = False
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for split, number in (("train", 40), ("test", 5)):
+        texts(number, False).to_json(tmp_path / "data" / f"{split}.jsonl")
+    stock = (Path(trl.__file__).parent / "scripts" / "sft.py").read_text()
+    line = 'import ringattn; ringattn.install("context_parallel")\n'
+    (tmp_path / "stock.py").write_text(stock)
+    (tmp_path / "changed.py").write_text(stock.replace("import argparse\n", "import argparse\n" + line, 1))
+    (tmp_path / "launch.yaml").write_text(LAUNCH_FILE.format(ranks=ranks))
+    launch = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "launch.yaml")]
+    results = []
+    for name, starts in (("stock", []), ("changed", launch)):
+        out = tmp_path / name
+        options = [*OPTIONS.split(), *SFT[case].split(), "--output_dir", str(out)]
+        data = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(ringattn.__file__).parents[1])}
+        command = [sys.executable, *starts, str(tmp_path / f"{name}.py"), *data, *options]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        logs = [ast.literal_eval(log) for log in re.findall(r"^\{'.*loss'.*\}$", ran.stdout, re.M)]
+        weights = load_file(next(out.glob("*model.safetensors")))
+        results.append((logs, weights))
+    (wanted, want), (logs, got) = results
+    assert len(logs) == len(wanted) >= 4
+    for log, expected in zip(logs, wanted, strict=True):
+        for name in expected.keys() & LOGGED:
+            assert float(log[name]) == pytest.approx(float(expected[name]), abs=2e-6), name
+    for name, weight in want.items():
+        torch.testing.assert_close(got[name], weight, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.long
+def test_trainers_of_trl_that_compare_whole_rows_are_refused(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    pools(2).run(_preferences, str(tmp_path))
+
+
+def _preferences(folder: str) -> None:
+    import accelerate
+    import trl
+    from datasets import Dataset
+    from test_hf import build, forget_accelerate
+    from test_trl import tokenizer
+
+    forget_accelerate()
+    parallel = accelerate.ParallelismConfig(cp_size=2)
+    arguments = trl.DPOConfig(folder, use_cpu=True, bf16=False, report_to=[], parallelism_config=parallel)
+    data = Dataset.from_list([{"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}] * 4)
+    model = build("llama", "sdpa", torch.float32)
+    with ringattn.install("context_parallel"), pytest.raises(NotImplementedError, match="of trl's trainers"):
+        trl.DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())

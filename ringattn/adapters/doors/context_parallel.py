@@ -6,6 +6,8 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
@@ -78,11 +80,13 @@ def door(**options: Any) -> Iterator[None]:
         stack.enter_context(inside(context_parallel_unshard, unsharded))
         stack.enter_context(everywhere(_ATTENTION, attention))
         stack.enter_context(everywhere(mean, cross_entropy))
-        try:
-            from ..hf import active, trainer
-        except ImportError as error:
-            _log.info("models of transformers get what torch's context_parallel gives them: %s", error)
-        else:
-            sequences = active.SEQUENCES
-            stack.enter_context(trainer.installed(BLOCKS, options))
+        if find_spec("transformers") is not None:
+            try:
+                import_module("ringattn.hf")  # registers attention and masks with transformers
+                from ..hf import active, trainer
+            except ImportError as error:
+                _log.warning("models of transformers get what torch's context_parallel gives them: %s", error)
+            else:
+                sequences = active.SEQUENCES
+                stack.enter_context(trainer.installed(BLOCKS, options))
         yield
