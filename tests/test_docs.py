@@ -42,7 +42,10 @@ TESTS = {
     "fsdp2": [*["test_a_model_of_ones_own_with_fsdp2"] * 3, "test_fsdp2"],
     "flash_attention": ["test_flash_attention_of_torch"],
     "from_context_parallel": [
-        "test_context_parallel", "test_the_loop_of_accelerate", "test_trainer_by_one_line", "test_from_context_parallel"
+        "test_context_parallel",
+        "test_the_loop_of_accelerate",
+        "test_trainer_by_one_line",
+        "test_from_context_parallel",
     ],
     "from_ring_flash_attn": ["test_ring_flash_attn", "test_from_ring_flash_attn", "test_flash_attn_functions"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
@@ -358,7 +361,7 @@ def undone() -> Iterator[None]:
     try:
         yield
     finally:
-        doors._OPEN["context_parallel"].close()
+        doors._OPEN["context_parallel"].uninstall()
 
 
 def _context_parallel() -> list[Tensor]:
