@@ -180,9 +180,10 @@ def plan(
         wait: False to make the plan of the next batch while the GPU works on this one: the ranks' arguments are
             compared in the background, and an error about them is raised on every rank in the first attention with the
             plan. That attention compares its own arguments only if no earlier one on this group had the same.
-        held: for every rank the growing runs of positions of earlier tokens that it holds; together they are the last
-            ones before the queries' own tokens, which follow them: all, unless ``seq_len_k`` says that there are more,
-            which the mask must hide. :meth:`ringattn.KVCache.plan` passes it. Each call with it makes another plan.
+        held: for every rank the growing runs of positions of earlier tokens that it holds; together they are all
+            before the queries' own tokens, which follow them. If ``seq_len_k`` says that there are more, those of one
+            gap are missing, at the beginning or after some of the first ones, and the mask must hide them.
+            :meth:`ringattn.KVCache.plan` passes it. Each call with it makes another plan.
 
     Returns:
         A plan. It may be kept while the shape and the documents stay the same. Making one never waits for a GPU.

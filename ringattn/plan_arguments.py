@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from .agreement import hash_of
 from .layouts import shards as layouts
 from .layouts.relay import Nodes
@@ -98,15 +96,17 @@ class Request:
                 "ringattn.mask.from_intervals(starts, ends), in which query i sees keys starts[i] <= j < ends[i]"
             )
         earlier: tuple[Shard, ...] = ()
-        keys, first = given["seq_len_k"], 0
+        keys, gap = given["seq_len_k"], range(0)
         if held is not None:
-            earlier, first, count = _checked_held(held, world_size, None if keys is None else keys - seq_len)
+            earlier, gap, count = _checked_held(held, world_size, None if keys is None else keys - seq_len)
             keys = count + seq_len
         elif keys is None and mask is not None:
             keys = mask.seq_len_k
         whole, packed, parts = _combine(seq_len, keys, given)
-        if first and (seen := next(iter(whole.seen([[range(seq_len)]])[0]), None)) and seen.start < first:
-            raise ValueError(f"no rank holds key {seen.start}, which the mask shows; pass it in held, or hide it")
+        for seen in whole.seen([[range(seq_len)]])[0] if gap else []:
+            if seen.start < gap.stop and gap.start < seen.stop:
+                key = max(seen.start, gap.start)
+                raise ValueError(f"no rank holds key {key}, which the mask shows; pass it in held, or hide it")
         if other is not None:
             # What is held is the cache's own matter: plans for layers with other windows hold other keys.
             sizes = [(x.seq_len, whole.seq_len_k if earlier else x.seq_len_k) for x in (other, whole)]
@@ -246,12 +246,12 @@ def _pieces(mask: Mask) -> int:
 
 def _checked_held(
     held: Sequence[Sequence[range]], world_size: int, count: int | None
-) -> tuple[tuple[Shard, ...], int, int]:
-    """Return the earlier tokens that every rank holds, the first of them, and how many earlier ones there are:
+) -> tuple[tuple[Shard, ...], range, int]:
+    """Return the earlier tokens that every rank holds, those that none holds, and how many earlier ones there are:
     ``count`` or, if it is None, those that are held.
 
     Raises:
-        ValueError: not one entry per rank, or not each of the last positions once, in growing order.
+        ValueError: not one entry per rank, or not each position once, but for those of one gap, in growing order.
     """
     shards = tuple(tuple(shard) for shard in held)
     if len(shards) != world_size:
@@ -262,16 +262,18 @@ def _checked_held(
     count = total if count is None else count
     first = count - total
     runs = sorted((run for shard in shards for run in shard), key=lambda run: run.start)
-    whole = all(a.stop == b.start for a, b in itertools.pairwise([range(first), *runs, range(count, count + 1)]))
     if any(run.step > 1 for run in runs):
-        expected = torch.arange(first, count, device="cpu") if first >= 0 else torch.empty(0, dtype=torch.int64)
-        whole = torch.equal(layouts.positions(tuple(runs)).sort().values, expected)
-    if not whole or first < 0:
+        at = layouts.positions(tuple(runs)).sort().values
+        cuts = [0, *((at.diff() != 1).nonzero().flatten() + 1).tolist(), len(at)]
+        runs = [range(int(at[a]), int(at[b - 1]) + 1) for a, b in itertools.pairwise(cuts)]
+    pairs = itertools.pairwise([range(0), *runs, range(count, count + 1)])
+    gaps = [range(a.stop, b.start) for a, b in pairs if a.stop != b.start]
+    if list(map(len, gaps)) != [first] * (first > 0) or first < 0:
         raise ValueError(
             f"held has {total} positions, which must be each of {first} to {count - 1} once: the last ones before the "
-            "queries, as seq_len_k says"
+            "queries, as seq_len_k says; some of the first ones may go before them"
         )
-    return shards, first, count
+    return shards, gaps[0] if gaps else range(0), count
 
 
 def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Sequence[int] = ()) -> Nodes:

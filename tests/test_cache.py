@@ -17,6 +17,7 @@ from pool import Pool, on_ranks
 from suite import examples
 
 import ringattn
+from ringattn import mask as masks
 from ringattn import reference, virtual
 from ringattn.generation.pages import Copy, Kind
 from ringattn.generation.slots import SLACK, Slots
@@ -127,12 +128,17 @@ class Model:
             bound = slots.page_size + max(0, self.largest[number] - 1) + 2 * self.chunks[number]
             assert number in self.cut or max(counts) - min(counts) <= bound
             for kind, memory in zip(slots.kinds, self.memory, strict=True):
+                of_kind = slots.kinds.index(kind)
                 seen = max(0, len(ids) - kind.window) if kind.window >= 0 else 0
                 for rank, positions in enumerate(shards):
                     first = slots[number].tokens[rank].before(seen)
-                    nth, at = slots.physical(slots.kinds.index(kind), rank, number, range(first, len(positions)))
+                    nth, at = slots.physical(of_kind, rank, number, range(first, len(positions)))
                     assert nth is None or len(nth) == len(positions) - first, "what a token may see has pages"
                     assert memory[rank, at].tolist() == [ids[p] for p in positions[first:]]
+                    early = slots[number].tokens[rank].before(min(kind.sinks, seen))
+                    nth, at = slots.physical(of_kind, rank, number, range(first, len(positions)), early)
+                    assert nth is None or nth.tolist() == list(range(early + len(positions) - first))
+                    assert memory[rank, at].tolist() == [ids[p] for p in [*positions[:early], *positions[first:]]]
 
 
 def operations() -> st.SearchStrategy[tuple[Any, ...]]:
@@ -174,7 +180,7 @@ def apply(model: Model, operation: tuple[Any, ...]) -> None:
 @examples(100)
 @given(st.integers(1, 5), st.sampled_from([4, 16]), st.integers(3, 60), st.lists(operations(), max_size=25))
 def test_the_allocator_agrees_with_lists_of_tokens(world_size: int, page: int, pages: int, program: list[Any]) -> None:
-    model = Model(world_size, page, [Kind(-1, pages), Kind(7, pages)])
+    model = Model(world_size, page, [Kind(-1, pages), Kind(7, pages), Kind(9, pages, 6)])
     for operation in program:
         before = model.snapshot()
         full = None
@@ -276,6 +282,29 @@ def test_pages_that_a_window_has_passed_are_not_free_while_a_fork_has_them() -> 
     slots.verify()
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("chunk", [1, 5, 300])
+def test_sinks_keep_their_pages_only(world_size: int, chunk: int) -> None:
+    """The pages of a rank stay few as a window rolls, in chunks and in steps, and the first ones stay."""
+    window, sinks = 32, 20
+    kind = Kind(window, 2 * -(-(window + SLACK) // 16) + -(-sinks // 16) + 4, sinks)
+    slots = Slots(world_size, 16, [kind])
+    slots.add()
+    for length in range(0, 1500, chunk):
+        local = layout.zigzag(causal(chunk), world_size, world_size)
+        slots.extend(0, [tuple(range(r.start + length, r.stop + length) for r in shard) for shard in local])
+    first = [tables[: -(-tokens.before(sinks) // 16)] for tables, tokens in zip(slots[0].pages[0], slots[0].tokens,
+                                                                               strict=True)]  # fmt: skip
+    for _ in range(1000):
+        slots.step([0], 1)
+    slots.verify()
+    for tables, before in zip(slots[0].pages[0], first, strict=True):
+        assert tables[: len(before)] == before
+        assert min(before, default=0) >= 0
+        # Of the sinks, of the window with what may be cut off, of the turns.
+        assert sum(page >= 0 for page in tables) <= len(before) + -(-(window + SLACK + 16) // 16) + 2
+
+
 def test_the_copy_of_a_shared_page_needs_room() -> None:
     slots = Slots(1, 16, [Kind(-1, 2)])
     slots.add()
@@ -346,7 +375,7 @@ class Whole:
     tolerance = 1e-12
 
     def __init__(self, rank: virtual.VirtualRank, seed: int, **options: Any) -> None:
-        self.cache, self.choices = made(rank, **options), random.Random(seed)
+        self.cache, self.choices, self.sinks = made(rank, **options), random.Random(seed), options.get("sinks", 0)
         self.generator, self.device = torch.Generator().manual_seed(seed), rank.device
         self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -365,9 +394,11 @@ class Whole:
     def expected(self, number: int, layer: int, q: torch.Tensor) -> torch.Tensor:
         """The attention of the last tokens of a sequence, (tokens, heads, head_dim), to all of it."""
         k, v = (x[layer][None] for x in self.kv[number])
-        window = -1 if WINDOWS[layer] is None else WINDOWS[layer]
-        mask = ringattn.plan(len(q), virtual.VirtualRank(0, 1), seq_len_k=k.shape[1], causal=True,
-                             window_size=(window, -1)).mask  # fmt: skip
+        new, tokens, left = len(q), k.shape[1], WINDOWS[layer]
+        mask = causal(new, tokens)
+        if left is not None:
+            early = masks.pieces(new, tokens, low=0, high=self.sinks, right=-left - 1)
+            mask = masks.window(new, left, 0, tokens) | early
         return reference.attention(q[None], k, v, mask, alibi_slopes=SLOPES.to(self.device))[0][0]
 
     def extend(self, number: int, count: int, **options: Any) -> None:
@@ -429,8 +460,10 @@ class Rounded(Whole):
         super().append(number, *(dequantize(*quantize(x), torch.float32) for x in new))
 
 
-def random_program(rank: virtual.VirtualRank, seed: int, of_cache: type[Whole] = Whole) -> dict[int, int]:
-    whole = of_cache(rank, seed, tokens=1600)
+def random_program(
+    rank: virtual.VirtualRank, seed: int, of_cache: type[Whole] = Whole, **options: Any
+) -> dict[int, int]:
+    whole = of_cache(rank, seed, tokens=1600, **options)
     cache, choices = whole.cache, whole.choices
     numbers = [whole.add() for _ in range(3)]
     for number in numbers[:2]:
@@ -472,15 +505,15 @@ def random_program(rank: virtual.VirtualRank, seed: int, of_cache: type[Whole] =
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.filterwarnings("error")
 def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int, device: str) -> None:
-    for seed in range(2):
-        lengths = virtual.run(world_size, lambda rank, seed=seed: random_program(rank, seed), device)
+    for seed, count in ((0, 0), (1, 0), (0, 3), (1, 18)):
+        lengths = virtual.run(world_size, lambda rank, n=count, seed=seed: random_program(rank, seed, sinks=n), device)
         assert lengths == lengths[:1] * world_size
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_prompts_and_steps_attend_to_what_a_cache_of_e4m3_stores(world_size: int, device: str) -> None:
-    virtual.run(world_size, lambda rank: random_program(rank, 1, Rounded), device)
+    virtual.run(world_size, lambda rank: random_program(rank, 1, Rounded, sinks=world_size - 1), device)
 
 
 def test_a_cache_of_e4m3_takes_float32_and_16_bits() -> None:
@@ -531,7 +564,8 @@ def test_a_path_of_a_tree_is_not_moved_in_pages_that_a_fork_shares() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_path_of_a_tree_is_kept(world_size: int, device: str) -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_a_path_of_a_tree_is_kept(world_size: int, sinks: int, device: str) -> None:
     #          0
     #      1       2
     #    3   4   5
@@ -539,7 +573,7 @@ def test_a_path_of_a_tree_is_kept(world_size: int, device: str) -> None:
     paths = [[[0, 2, 5], [0, 1, 4]], [[0, -1, -1], [1, -1, -1]], [[-1, -1, -1], [0, 1, 3]]]
 
     def body(rank: virtual.VirtualRank) -> None:
-        whole = Whole(rank, 0)
+        whole = Whole(rank, 0, sinks=sinks)
         rows = [whole.add(), whole.add()]
         for number in rows:
             whole.extend(number, 13)
@@ -557,12 +591,15 @@ def test_a_path_of_a_tree_is_kept(world_size: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int, device: str) -> None:
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_steps_that_advance_are_those_that_the_cache_makes(world_size: int, sinks: int, device: str) -> None:
     def body(rank: virtual.VirtualRank) -> None:
-        whole, other = Whole(rank, 1), Whole(rank, 1)
+        whole, other = Whole(rank, 1, sinks=sinks), Whole(rank, 1, sinks=sinks)
         for one in (whole, other):
             rows = [one.add(), None, one.add()]
             one.extend(0, 30)
+            if sinks:
+                one.extend(1, sinks)
         cache = whole.cache
         cache.reserve([0, 1], 90, new_tokens=3)
         step = cache.step(rows, 3)
@@ -599,6 +636,22 @@ def test_a_step_longer_than_its_window_begins_at_what_a_rank_holds() -> None:
     virtual.run(2, body)
 
 
+def test_steps_before_there_are_sinks_have_limits() -> None:
+    cache = made(None, windows=(None, 3), sinks=6)
+    s = cache.add()
+    with pytest.raises(ValueError, match=r"new_tokens is 5, but sequence 0 has fewer tokens than the 6 sinks.* most 4"):
+        cache.step([s], 5)
+    assert cache.lengths == {s: 0}
+    cache.reserve([s], 20)
+    with pytest.raises(RuntimeError, match=r"sequence 0 had fewer tokens than the cache's sinks.* make a step that"):
+        cache.step([s], 4).advance()
+    cache.step([s], 4)
+    cache.step([s], 5)  # there are 8 now
+    for wrong in (-1, 2.5, None):
+        with pytest.raises(ValueError, match=rf"sinks is {wrong}; pass a number >= 0"):
+            made(None, sinks=wrong)
+
+
 def test_replays_between_two_syncs_are_counted() -> None:
     def body(rank: virtual.VirtualRank) -> None:
         cache = made(rank, windows=None)
@@ -625,6 +678,24 @@ def test_the_plan_of_a_window_takes_documents_in_tensors(name: str) -> None:
     assert plan.seq_len_k == 20
     pairs = sum(min(i + 1, 5) for length in (7, 13) for i in range(length))
     assert plan.visible(0, 0) == pairs
+
+
+@pytest.mark.parametrize("name", sorted(layout.LAYOUTS))
+@pytest.mark.parametrize("dataflow", ringattn.dataflows())
+def test_chunks_see_the_sinks_before_their_window(name: str, dataflow: str) -> None:
+    """In all layouts and dataflows, deterministic or not; ranks hold the sinks, and nothing between."""
+
+    def body(rank: virtual.VirtualRank) -> list[int]:
+        whole = Whole(rank, 0, sinks=7)
+        s = whole.add()
+        for count, deterministic in ((3, False), (61, True), (2, False), (30, True)):
+            whole.extend(s, count, layout=name, dataflow=dataflow, deterministic=deterministic)
+        plan = whole.cache.plan(s, 9, causal=True, window_size=(WINDOW, 0), layout=name, dataflow=dataflow)
+        assert "proved" in plan.verify()
+        return plan.positions_k.tolist()
+
+    held = virtual.run(3, body)
+    assert sorted(p for positions in held for p in positions) == [*range(7), *range(96 - WINDOW, 105)]
 
 
 def test_a_window_of_the_token_alone_takes_chunks() -> None:
@@ -812,6 +883,12 @@ def test_held_positions_are_checked() -> None:
             ringattn.plan(4, rank, held=held)
     with pytest.raises(ValueError, match=r"held has 6 positions, which must be each of -1 to 4 once: .* as seq_len_k"):
         ringattn.plan(4, rank, seq_len_k=9, held=[(range(6),), ()])
+    with pytest.raises(
+        ValueError, match=r"held has 4 positions, which must be each of 2 to 5 once: .* some of the first"
+    ):
+        ringattn.plan(4, rank, seq_len_k=10, held=[(range(1), range(2, 3)), (range(4, 6),)])
+    with pytest.raises(ValueError, match=r"no rank holds key 3, which the mask shows"):
+        ringattn.plan(4, rank, seq_len_k=10, held=[(range(3),), (range(4, 6),)], causal=True)
     with pytest.raises(ValueError, match=r"no rank holds key 2, which the mask shows; pass it in held, or hide it"):
         ringattn.plan(4, rank, seq_len_k=10, held=[(range(3, 6),), ()], causal=True, window_size=(4, 0))
     ringattn.plan(4, rank, seq_len_k=10, held=[(range(3, 6),), ()], causal=True, window_size=(3, 0)).verify()

@@ -172,6 +172,8 @@ def test_one_rank_needs_no_second_launch(name: str) -> None:
 def test_advance_in_triton_is_that_in_torch(case: dict[str, Any]) -> None:
     step = Case(**case, device=DEVICE).made()
     for state in step.states:
+        if step.case.window > 0:  # windows begin after a few sinks
+            state.start.copy_(torch.maximum(state.start, state.first_new[:, None].clamp(max=5)))
         mine, other = (with_room(state) for _ in range(2))
         for _ in range(16 // step.case.new + 2):  # past the end of a turn
             for s, module in ((mine, BACKENDS["triton"]), (other, BACKENDS["eager"])):

@@ -10,7 +10,7 @@ the new tokens of one row, so that a tile of keys meets the queries of all of th
 
 (Juravsky et al. 2024, "Hydragen", arXiv:2402.05099.) With a fixed split or ALiBi each row attends to all of its slots
 by itself: a fixed split promises the same bits in any batch, and slopes need positions of new tokens one by one. A rank
-finds the groups among its own pages.
+finds the groups among its own pages. The sinks beside a window are added in the same way, row by row.
 """
 
 from __future__ import annotations
@@ -81,24 +81,24 @@ def share(groups: Sequence[Prefix], own: Tables, page_size: int) -> Shared:
 
 def output(backend: Paged, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
     """Return ``out`` and ``lse`` where one rank holds all keys, as ``backend.output`` does."""
-    shared = _shared(tables, score, call)
-    if shared is None:
+    states = _states(backend, q, pool, tables, score, call)
+    if states is None:
         return backend.output(q, pool, tables, score, call)
-    return backend.finish(_both(backend, q, pool, shared, score, call), score.sink, q.dtype)
+    return backend.finish(states, score.sink, q.dtype)
 
 
 def attend(backend: Paged, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
     """Return the state of this rank's keys, as ``backend.attend`` does."""
-    shared = _shared(tables, score, call)
-    if shared is None:
-        return backend.attend(q, pool, tables, score, call)
-    return backend.add(_both(backend, q, pool, shared, score, call))
+    states = _states(backend, q, pool, tables, score, call)
+    return backend.attend(q, pool, tables, score, call) if states is None else backend.add(states)
 
 
-def _shared(tables: Tables, score: Score, call: Call) -> Shared | None:
-    """Return the prefixes that the rows of a call attend to together."""
+def _states(backend: Paged, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor | None:
+    """Return the states of two sets of slots, (2, batch, new, q_heads, head_dim_v + 2), or None if there is one."""
+    if tables.sinks is not None:
+        return torch.stack([backend.attend(q, pool, part, score, call) for part in (tables.sinks, tables)])
     alone = call.fixed_split or score.alibi_slopes is not None or score.mod is not None
-    return None if alone else tables.shared
+    return None if alone or tables.shared is None else _both(backend, q, pool, tables.shared, score, call)
 
 
 def _both(backend: Paged, q: Tensor, pool: Pool, shared: Shared, score: Score, call: Call) -> Tensor:

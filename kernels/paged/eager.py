@@ -134,7 +134,7 @@ def intervals_of_step(state: StepState) -> None:
         s.write[kind] = torch.where(taken, page * s.page_size + slot % s.page_size, -1)
         s.end[kind] = end
         if window >= 0:
-            s.start[kind] = _first_seen(s, table, positions, window) * active
+            s.start[kind] = _first_seen(s, s.start[kind], table, positions, window) * active
         tile = tile_size(s.page_size)
         first, past = s.start[kind, :, 0], s.end[kind, :, -1]
         count = torch.where(past > first, -(-past // tile) - first // tile, 0)
@@ -142,10 +142,11 @@ def intervals_of_step(state: StepState) -> None:
         s.tiles[kind, 1:] = count.cumsum(0)
 
 
-def _first_seen(s: StepState, table: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Return the first slot of each new token's window, by bisection: positions grow along the slots."""
+def _first_seen(s: StepState, low: Tensor, table: Tensor, positions: Tensor, window: int) -> Tensor:
+    """Return the first slot of each new token's window, by bisection: positions grow along the slots. It is ``low``,
+    that of the tokens before, or a later one."""
     goal = s.position - window
-    low, high = torch.zeros_like(goal), s.first_new[:, None].expand_as(goal)
+    high = torch.maximum(low, s.first_new[:, None])
     for _ in range(32):
         middle = (low + high) // 2
         page = table.gather(1, (middle // s.page_size).clamp(max=table.shape[1] - 1).long())

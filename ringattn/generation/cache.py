@@ -7,26 +7,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..choosing import costs_of
 from ..factory import Plan
 from ..factory import plan as make_plan
-from ..kernels.paged.operands import E4M3
 from ..layouts.shards import length as shard_length
 from ..memo import on_the_host, untraced
 from ..operators import as_autocast, autocast_dtype
 from ..predict.cost import merge_ms
 from ..transport import group as transports
-from .chunk import Chunk
+from .chunk import Chunk, beside_window
 from .decoding import check_no_gradients
 from .pages import Copy, Kind
-from .slots import SLACK, Slots
-from .step import Step, check_new_tokens
-from .storage import Memory, TokenShape, existing
+from .slots import Slots
+from .step import Step, check_new_tokens, check_sinks
+from .storage import Memory, TokenShape, check_sizes, existing, pages_of_window
 
 _T = TypeVar("_T")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, E4M3)
 
 
 class KVCache:
@@ -46,6 +44,8 @@ class KVCache:
         page_size: slots of a page, a multiple of 16: pages are shared, copied and freed as a whole.
         windows: for each layer the distance of the farthest key that a token sees, as ``window_size=(left, 0)`` says
             it, or None. Layers with the same one share page tables; pages that no later token sees are freed.
+        sinks: the first tokens of a sequence that layers with windows keep and see beside them (StreamingLLM).
+            Positions do not change: they count from the beginning.
         dtype: bfloat16, float16, float32 or float64; or ``torch.float8_e4m3fn``, about half of bfloat16's bytes: keys
             and values are rounded to 4 significant bits, with a float32 scale for each token and key head, and all
             attention is to the rounded ones, that of prompts too. Pass q, k and v in bfloat16, float16 or float32.
@@ -74,6 +74,7 @@ class KVCache:
         head_dim_v: int | None = None,
         page_size: int = 128,
         windows: Sequence[int | None] | None = None,
+        sinks: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         shared_values: bool = False,
         device: torch.device | str | None = None,
@@ -85,7 +86,9 @@ class KVCache:
         token = TokenShape(kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, dtype, shared_values)
         self.windows: tuple[int, ...] = ()
         try:
-            _check_sizes(token, dict(layers=layers, tokens=tokens, page_size=page_size, sequences=sequences))
+            check_sizes(
+                token, dict(layers=layers, tokens=tokens, page_size=page_size, sequences=sequences, sinks=sinks)
+            )
             if isinstance(windows, int):
                 raise TypeError(
                     f"windows is {windows!r}; pass a list of one for each layer, as [{windows!r}] * {layers}"
@@ -102,16 +105,19 @@ class KVCache:
             "KVCache()",
             dict(
                 layers=repr(layers), token=repr(token), tokens=repr(tokens), page_size=repr(page_size),
-                windows=repr(self.windows), sequences=repr(sequences),
+                windows=repr(self.windows), sinks=repr(sinks), sequences=repr(sequences),
             ),
             error,
         )  # fmt: skip
-        self.page_size = page_size
+        self.page_size, self._sinks = page_size, sinks
         world_size = self.transport.world_size
         # One page for tokens that do not fill theirs, and one for the turns of steps, during which ranks differ.
         pages = -(-tokens // (world_size * page_size)) + 2
         distinct = sorted(set(self.windows))
-        kinds = [Kind(window, _pages_of_window(window, pages, page_size, sequences)) for window in distinct]
+        kinds = [
+            Kind(window, pages_of_window(window, pages, page_size, sequences, sinks), sinks * (window >= 0))
+            for window in distinct
+        ]
         self._slots = Slots(world_size, page_size, kinds)
         self._memory = Memory(kinds, [distinct.index(window) for window in self.windows], token, page_size, place)
         self._plans: weakref.WeakKeyDictionary[Plan, tuple[Chunk, int]] = weakref.WeakKeyDictionary()
@@ -211,7 +217,7 @@ class KVCache:
         Args:
             new_tokens: queries, and keys that are added.
             options: those of :func:`ringattn.plan`; with ``window_size=(left, ...)`` and no other mask but ``causal``,
-                ranks need to hold only the keys that a query sees at all.
+                ranks need to hold only the keys that a query sees at all, and the cache's sinks are seen, too.
 
         Raises:
             CacheFull: there is no room for the new tokens, on every rank.
@@ -234,9 +240,13 @@ class KVCache:
             others = ("mask", "cu_seqlens", "cu_seqlens_k", "documents")
             if left >= 0 and not options.get("prefix") and all(options.get(name) is None for name in others):
                 first = max(0, length - left)
+                if self._sinks:
+                    window_size, keys = options.pop("window_size"), length + new_tokens
+                    options["mask"] = beside_window(new_tokens, keys, window_size, self._sinks)
             if options.get("seq_len_k") is None:
                 options["seq_len_k"] = length + new_tokens
-            held = [tokens.between(first, length) for tokens in record.tokens]
+            early = min(self._sinks, first)
+            held = [(*tokens.between(0, early), *tokens.between(first, length)) for tokens in record.tokens]
         except Exception as error:  # of any kind: the other ranks must hear of it
             self.transport.begin("plan()", compares=True)
             self.transport.agree("plan()", {}, error)
@@ -284,7 +294,7 @@ class KVCache:
         if len(chunk.layers) == len(self.windows):
             self._chunks.pop(chunk.sequence, None)
         kind, pool = self._memory.kind_of[layer], self._memory.pools[layer]
-        places = chunk.places(self._slots, self._memory, self.transport.rank, kind, first)
+        places = chunk.places(self._slots, self._memory, self.transport.rank, kind, first, min(self._sinks, first))
         places.write(pool, k, v)
         keys = places.read(pool, pool.k, k)
         if pool.shared_values:
@@ -355,11 +365,13 @@ class KVCache:
 
         Raises:
             CacheFull: there is too little room, on every rank; nothing has changed.
-            ValueError: a sequence that was freed or appears twice, or another number of tokens.
+            ValueError: a sequence that was freed or appears twice, or another number of tokens; more than a window
+                while a sequence has fewer tokens than ``sinks``.
         """
         sequences = _listed(sequences)
         numbers = self._distinct(n for n in sequences if n is not None)
         check_new_tokens(new_tokens)
+        check_sinks(self._slots, numbers, new_tokens)
         self._ready(numbers)
         rows, copies = self._slots.step(numbers, new_tokens)
         self._changed(numbers, "has had another step")
@@ -389,7 +401,7 @@ class KVCache:
             f"{token.bytes * len(self.windows)} bytes a token"
         ]
         read = [0] * world_size
-        for kind, (window, pages) in enumerate(slots.kinds):
+        for kind, (window, pages, sinks) in enumerate(slots.kinds):
             layers = self._memory.kind_of.count(kind)
             free = [pool.free for pool in slots.pools[kind]]
             name = "no window" if window < 0 else f"a window of {window}"
@@ -399,7 +411,8 @@ class KVCache:
             )
             for number, length in slots.lengths.items():
                 for rank, tokens in enumerate(slots[number].tokens):
-                    seen = tokens.count - (tokens.before(length - window) if window >= 0 else 0)
+                    passed = tokens.before(length - window) if window >= 0 else 0
+                    seen = tokens.count - max(0, passed - tokens.before(sinks))
                     read[rank] += seen * layers * token.bytes
         reading = max(read) / costs.memory_gbs / 1e6
         state = len(slots.lengths) * (q_heads or token.kv_heads) * (token.head_dim_v + 2) * 4
@@ -457,37 +470,6 @@ def _listed(sequences: Iterable[_T]) -> list[_T]:
     if not isinstance(sequences, Iterable):
         raise TypeError(f"sequences is {sequences!r}; pass a list of what add() or fork() returned, as [{sequences!r}]")
     return list(sequences)
-
-
-def _check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
-    heads = dict(kv_heads=token.kv_heads, head_dim=token.head_dim, head_dim_v=token.head_dim_v)
-    for name, value in {**heads, **sizes}.items():
-        if name == "sequences" and value is None:
-            continue
-        if type(value) is not int or value < 1:
-            given = (
-                f"a {type(value).__name__} of {len(value)}"
-                if isinstance(value, list | tuple | nn.ModuleList)
-                else repr(value)
-            )
-            raise ValueError(f"{name} is {given}; pass a positive number")
-    page_size = sizes["page_size"]
-    if page_size is None or page_size % 16:
-        raise ValueError(f"page_size is {page_size}; it must be a multiple of 16, such as 128")
-    if token.dtype not in DTYPES:
-        raise TypeError(f"dtype is {token.dtype!r}; use one of {', '.join(map(str, DTYPES))}")
-    if token.shared_values and token.head_dim_v > token.head_dim:
-        raise ValueError(
-            f"head_dim_v is {token.head_dim_v}, but shared values are the first columns of keys of head_dim "
-            f"{token.head_dim}; pass a smaller one"
-        )
-
-
-def _pages_of_window(window: int, pages: int, page_size: int, sequences: int | None) -> int:
-    """Return the pages of a kind on a rank: a sequence needs its window there, and twice so while a chunk is added."""
-    if window < 0 or sequences is None:
-        return pages
-    return min(pages, sequences * (2 * -(-(window + SLACK) // page_size) + 4))
 
 
 def _left(window_size: object) -> int:

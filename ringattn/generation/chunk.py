@@ -12,6 +12,8 @@ from torch import Tensor
 from ..kernels.paged.operands import Pool
 from ..kernels.paged.quantize import dequantize, quantize, stored
 from ..kernels.upload import upload
+from ..masks.common import pieces, window
+from ..masks.intervals import Mask
 from ..memo import Memo
 from .slots import Placed, Slots
 from .storage import Memory
@@ -98,15 +100,17 @@ class Chunk:
         at, values_there = upload(tuple(tables), memory.positions.device)
         memory.positions.index_copy_(0, at, values_there)
 
-    def places(self, slots: Slots, memory: Memory, rank: int, kind: int, first: int) -> Places:
-        """Return where a layer of some kind writes and reads under a plan whose keys begin at position ``first``."""
+    def places(self, slots: Slots, memory: Memory, rank: int, kind: int, first: int, sinks: int) -> Places:
+        """Return where a layer of some kind writes and reads under a plan whose keys are the first ``sinks`` ones and
+        those from position ``first`` on."""
 
         def make() -> Places:
             new = self._slots(slots, rank)
-            begin = min(slots[self.sequence].tokens[rank].before(first), new.start)
-            ranges = (new, range(begin, new.start), range(begin, new.stop))
-            placed = [slots.physical(kind, rank, self.sequence, part) for part in ranges]
-            whole = placed[2].nth is None or len(placed[2].nth) == len(ranges[2])
+            tokens = slots[self.sequence].tokens[rank]
+            begin, early = (min(tokens.before(position), new.start) for position in (first, sinks))
+            parts = ((new, 0), (range(begin, new.start), early), (range(begin, new.stop), early))
+            placed = [slots.physical(kind, rank, self.sequence, *part) for part in parts]
+            whole = placed[2].nth is None or len(placed[2].nth) == new.stop - begin + early
             new_there, seen, *both = _on_device(placed if whole else placed[:2], memory)
             return Places(new_there, seen, both[0] if both else None)
 
@@ -116,6 +120,12 @@ class Chunk:
         count = sum(map(len, self.shards[rank]))
         past = slots[self.sequence].tokens[rank].before(self.length) + count
         return range(past - count, past)
+
+
+def beside_window(new: int, keys: int, window_size: tuple[int, int], sinks: int) -> Mask:
+    """Return the mask of the last ``new`` of ``keys`` tokens: a window, and the first ``sinks`` tokens before it."""
+    left, right = window_size
+    return window(new, left, right, keys) | pieces(new, keys, low=0, high=sinks, right=-left - 1)
 
 
 def _on_device(placed: list[Placed], memory: Memory) -> list[Index]:

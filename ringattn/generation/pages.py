@@ -11,10 +11,12 @@ NONE = -1  # in a page table: a page that was freed, or never needed, because no
 
 
 class Kind(NamedTuple):
-    """A kind of layer: the distance of the farthest key that a token sees (-1: all), and pages of a rank's pool."""
+    """A kind of layer: the distance of the farthest key that a token sees (-1: all), pages of a rank's pool, and how
+    many of the first tokens are seen beside the window."""
 
     window: int
     pages: int
+    sinks: int = 0
 
 
 class Copy(NamedTuple):

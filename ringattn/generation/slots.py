@@ -37,7 +37,7 @@ class Record:
     Attributes:
         tokens: of every rank.
         pages: ``pages[kind][rank]``, the page table.
-        passed: ``passed[kind][rank]``, how many of its first pages were freed.
+        passed: ``passed[kind][rank]``, how many of its first pages were freed, or stay for the sinks in them.
         turn, turn_tokens: the rank that takes new tokens, and those that it has taken in its turn.
         reserved: slots of every rank that :meth:`Slots.reserve` made room for.
     """
@@ -315,8 +315,13 @@ class Slots:
         sequence.turn_tokens, sequence.reserved = 0, [0] * self.world_size
         self.note("cut", number, length)
 
-    def physical(self, kind: int, rank: int, number: int, slots: range) -> Placed:
-        """Return where some slots are in a rank's pool."""
+    def physical(self, kind: int, rank: int, number: int, slots: range, early: int = 0) -> Placed:
+        """Return where some slots are in a rank's pool, after the first ``early`` ones."""
+        if early:
+            parts = [self.physical(kind, rank, number, part) for part in (range(early), slots)]
+            where = [np.arange(x.start, x.stop) if isinstance(x, slice) else x for _, x in parts]
+            which = [np.arange(len(x)) if nth is None else nth for (nth, _), x in zip(parts, where, strict=True)]
+            return Placed(np.concatenate([which[0], which[1] + early]), np.concatenate(where))
         size, table = self.page_size, self[number].pages[kind][rank]
         past = -(-slots.stop // size)
         pages = np.array(table[slots.start // size : past], np.int64)
@@ -369,12 +374,17 @@ class Slots:
         lengths = [sum(map(len, shard)) for shard in shards]
         after = sequence.length + sum(lengths)
         growths = []
+        sinks = max(kind.sinks for kind in self.kinds)
         for rank, (shard, length) in enumerate(zip(shards, lengths, strict=True)):
-            count = sequence.tokens[rank].count
+            start = count = sequence.tokens[rank].count
+            if early := sum(len(run) - len(_since(run, sinks)) for run in shard):
+                # Sinks get pages first, whatever is skipped after them.
+                growths.append(_Growth(sequence, rank, (count,) * len(self.kinds), count + early))
+                start = -(-(count + early) // self.page_size) * self.page_size
             unseen = [self._unseen(kind, after) for kind in self.kinds]
             skipped = [sum(len(run) - len(_since(run, position)) for run in shard) for position in unseen]
             # From the beginning of a page on, so that every page holds tokens from its first slot to its last.
-            firsts = (max(count, (count + n) // self.page_size * self.page_size) for n in skipped)
+            firsts = (max(start, (count + n) // self.page_size * self.page_size) for n in skipped)
             growths.append(_Growth(sequence, rank, tuple(firsts), count + length))
         return growths
 
@@ -438,8 +448,9 @@ class Slots:
     def _passed(self, growth: _Growth, kind: int) -> range:
         """Return the pages of a table that no later token sees, whichever of the last tokens are cut off."""
         sequence, rank = growth.sequence, growth.rank
-        unseen = sequence.tokens[rank].before(self._unseen(self.kinds[kind], sequence.length))
-        first = sequence.passed[kind][rank]
+        tokens = sequence.tokens[rank]
+        unseen = tokens.before(self._unseen(self.kinds[kind], sequence.length))
+        first = max(sequence.passed[kind][rank], -(-tokens.before(self.kinds[kind].sinks) // self.page_size))
         return range(first, max(first, min(len(sequence.pages[kind][rank]), unseen // self.page_size)))
 
     def _check_room(self, needed: Mapping[tuple[int, int], int]) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 from ..agreement import hash_of
 from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
-from ..kernels.paged.operands import NEW_TOKENS, StepState, tile_size
+from ..kernels.paged.operands import NEW_TOKENS, StepState, Tables, tile_size
 from ..kernels.upload import upload
-from ..memo import on_the_host
+from ..memo import Memo, on_the_host
 from ..transport.group import Transport
 from .decoding import LayerStep
-from .pages import NONE
+from .pages import NONE, Kind
 from .slots import Row, Slots
 from .storage import Memory
 
@@ -68,6 +68,7 @@ class Step:
         self._advanced = 0  # steps since the allocator was told, as far as the host knows
         self._room: int | None = None
         self._problem, self._outdated = "", False
+        self._growing = [row.sequence for row in rows if row.length < max(kind.sinks for kind in slots.kinds)]
         device = memory.positions.device
         self._on_gpu = device.type == "cuda"
         # The kinds of the tables: those of layers; and once more the one without a window, without shared prefixes.
@@ -84,6 +85,10 @@ class Step:
             kind, own = self._kinds[-1], self.state.tables(len(windows))
             shared = share(self._prefixes, own, memory.page_size)
             of_kind[kind] = (replace(of_kind[kind][0], shared=shared), -1)
+        for kind, (_, _, sinks) in enumerate(slots.kinds):
+            if sinks:
+                tables, window = of_kind[kind]
+                of_kind[kind] = (replace(tables, sinks=self._sinks(sinks, tables)), window)
         layers = zip(memory.pools, memory.kind_of, strict=True)
         self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
 
@@ -151,10 +156,16 @@ class Step:
         """Count the new tokens and move all tables on to the next ones: one launch, which a graph can capture.
 
         Raises:
-            RuntimeError: there is no room for them, or the step cannot be used any more.
+            RuntimeError: there is no room for them, or the step cannot be used any more; or it was made when a sequence
+            had fewer tokens than the cache's sinks.
         """
         if self._problem:
             raise RuntimeError(self._problem)
+        if self._growing:
+            raise RuntimeError(
+                f"sequence {self._growing[0]} had fewer tokens than the cache's sinks when this step was made; add as "
+                "many first, and make a step that advances after them"
+            )
         if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
             if self.room < 1:
                 raise RuntimeError(
@@ -310,7 +321,7 @@ class Step:
         end = np.where(active, np.where(taken, slot + 1, counts[:, rank, None]), 0)
         table, size = self._tables(), slots.page_size
         page = np.take_along_axis(table, np.minimum(slot // size, table.shape[2] - 1)[None], 2)
-        start = np.stack([self._starts(slots.kinds[kind].window, taken) for kind in self._kinds])
+        start = np.stack([self._starts(slots.kinds[kind], taken) for kind in self._kinds])
         for group in self._prefixes:
             start[-1, list(group.rows)] = group.slots
         tile = tile_size(size)
@@ -343,17 +354,32 @@ class Step:
         held = [0 if n is None else self._rows[n].counts[rank] for n in self.sequences]
         return prefixes(pages, held, slots.page_size)
 
-    def _starts(self, window: int, taken: NDArray[np.bool_]) -> Integers:
-        """Return the first slot of each new token's window, (batch, new)."""
+    def _starts(self, kind: Kind, taken: NDArray[np.bool_]) -> Integers:
+        """Return the first slot of each new token's window, after the sinks, (batch, new)."""
         start = np.zeros((self.batch, self.new_tokens), np.int32)
         for b, number in enumerate(self.sequences):
-            if window < 0 or number is None:
+            if kind.window < 0 or number is None or self._rows[number].length < kind.sinks:
                 continue
             tokens, length = self._slots[number].tokens[self.transport.rank], self._rows[number].length
             for i in range(self.new_tokens):
-                position = length + i - window
-                start[b, i] = tokens.before(min(position, length)) + max(0, position - length) * taken[b, 0]
+                position = length + i - kind.window
+                first = tokens.before(min(max(position, kind.sinks), length))
+                start[b, i] = first + max(0, position - length) * taken[b, 0]
         return start
+
+    def _sinks(self, sinks: int, beside: Tables) -> Tables:
+        """Return the tables of the first ``sinks`` tokens of each row. While there are fewer, windows begin with them
+        (:func:`check_sinks`)."""
+        rank = self.transport.rank
+        counts = [
+            0 if n is None or self._rows[n].length < sinks else self._slots[n].tokens[rank].before(sinks)
+            for n in self.sequences
+        ]
+        tile = tile_size(self._slots.page_size)
+        arrays = [np.zeros((self.batch, self.new_tokens)), np.repeat(_integers(counts)[:, None], self.new_tokens, 1),
+                  np.cumsum([0, *(-(-count // tile) for count in counts)])]  # fmt: skip
+        start, end, tiles = upload([torch.from_numpy(_integers(x)) for x in arrays], beside.start.device)
+        return replace(beside, start=start, end=end, tiles=tiles, memo=Memo(32))
 
     def _tables(self, width: int = 0) -> Integers:
         """Return the page tables of all kinds, (kinds, batch, width), followed by spare pages: one at least.
@@ -385,6 +411,18 @@ def check_new_tokens(new_tokens: int) -> None:
     if type(new_tokens) is not int or not 1 <= new_tokens <= NEW_TOKENS:
         raise ValueError(
             f"new_tokens is {new_tokens!r}; a step takes 1 to {NEW_TOKENS}, and cache.plan() with extend() any number"
+        )
+
+
+def check_sinks(slots: Slots, numbers: Sequence[int], new_tokens: int) -> None:
+    """Raise ValueError unless new tokens see an interval of their sequence while it has fewer tokens than sinks."""
+    window = min((kind.window for kind in slots.kinds if kind.sinks), default=new_tokens)
+    sinks = max(kind.sinks for kind in slots.kinds)
+    short = [number for number in numbers if slots[number].length < sinks]
+    if short and new_tokens > window + 1:
+        raise ValueError(
+            f"new_tokens is {new_tokens}, but sequence {short[0]} has fewer tokens than the {sinks} sinks of the "
+            f"cache, and a window of {window}; take at most {window + 1} until it has, or add them with extend()"
         )
 
 

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.paged.operands import E4M3, Pool
 from .pages import Copy, Kind
+from .slots import SLACK
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, E4M3)
 
 
 class TokenShape(NamedTuple):
@@ -70,7 +73,7 @@ class Memory:
         self.scales: list[list[Tensor]] = []
         self.base = [0]
         self.spare = [kind.pages for kind in kinds]
-        for kind, (_, pages) in enumerate(kinds):
+        for kind, (_, pages, _) in enumerate(kinds):
             slots = (pages + 1) * page_size
             self.base.append(self.base[-1] + slots)
             shape = (kind_of.count(kind), token.kv_heads, slots)
@@ -115,3 +118,36 @@ class Memory:
     def _of_kind(self, kind: int) -> list[Tensor]:
         """Return all that the layers of a kind store of tokens: (layers, kv_heads, slots, ...)."""
         return [self.k[kind], *([] if self.token.shared_values else [self.v[kind]]), *self.scales[kind]]
+
+
+def check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
+    """Raise ValueError or TypeError unless a cache of such tokens can be made."""
+    heads = dict(kv_heads=token.kv_heads, head_dim=token.head_dim, head_dim_v=token.head_dim_v)
+    for name, value in {**heads, **sizes}.items():
+        if (name, value) == ("sequences", None) or (name == "sinks" and type(value) is int and value >= 0):
+            continue
+        if type(value) is not int or value < 1:
+            given = (
+                f"a {type(value).__name__} of {len(value)}"
+                if isinstance(value, list | tuple | nn.ModuleList)
+                else repr(value)
+            )
+            raise ValueError(f"{name} is {given}; pass a {'number >= 0' if name == 'sinks' else 'positive number'}")
+    page_size = sizes["page_size"]
+    if page_size is None or page_size % 16:
+        raise ValueError(f"page_size is {page_size}; it must be a multiple of 16, such as 128")
+    if token.dtype not in DTYPES:
+        raise TypeError(f"dtype is {token.dtype!r}; use one of {', '.join(map(str, DTYPES))}")
+    if token.shared_values and token.head_dim_v > token.head_dim:
+        raise ValueError(
+            f"head_dim_v is {token.head_dim_v}, but shared values are the first columns of keys of head_dim "
+            f"{token.head_dim}; pass a smaller one"
+        )
+
+
+def pages_of_window(window: int, pages: int, page_size: int, sequences: int | None, sinks: int) -> int:
+    """Return the pages of a kind on a rank: a sequence needs its sinks and its window there, and the window twice while
+    a chunk is added."""
+    if window < 0 or sequences is None:
+        return pages
+    return min(pages, sequences * (2 * -(-(window + SLACK) // page_size) + -(-sinks // page_size) + 4))
