@@ -23,6 +23,8 @@ ADVICE = {
     "seq_len": _SAME_ROWS,
     "cu_seqlens": _SAME_ROWS,
     "documents": _SAME_ROWS,
+    "history": "The ranks asked different things of the cache before, or now: every rank must add, fork, free, crop, extend "
+    "and keep the same sequences in the same order",
     "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
     "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete it on all;"
     " or name a dataflow",
@@ -48,6 +50,7 @@ class Request:
     ``documents``: the part of it that documents and padding hide.
     ``parts``: what ranks compare of the mask, by the name of the argument it comes from.
     ``held``: for every rank the earlier tokens that it holds; empty where plan() got none.
+    ``history``: what was asked of the cache that holds them, as a digest.
     """
 
     mask: Mask
@@ -61,6 +64,7 @@ class Request:
     timeout: float | None
     world_size: int
     held: tuple[Shard, ...] = ()
+    history: str = "none"
 
     @classmethod
     def checked(
@@ -131,6 +135,7 @@ class Request:
             timeout=timeout,
             world_size=world_size,
             held=earlier,
+            history=getattr(held, "history", "none"),
         )
 
     @property
@@ -160,6 +165,7 @@ class Request:
             world_size=self.world_size,
             seq_len=self.mask.seq_len,
             seq_len_k=self.mask.seq_len_k,
+            history=self.history,
             held="none" if not self.held else f"{self.mask.offset} tokens, hash {hash_of(repr(self.held)):x}",
             **self.parts,
             layout=self.layout if isinstance(self.layout, str) else f"of plan {self.layout.digest:x}",
@@ -242,6 +248,12 @@ def _summary(mask: Mask | None) -> str:
 
 def _pieces(mask: Mask) -> int:
     return sum(member.first.shape[1] for member in mask.members)
+
+
+class Held(list[Shard]):
+    """``held`` of a cache, with its ``history``: what ranks asked of it before, which they compare in each plan."""
+
+    history: str
 
 
 def _checked_held(

@@ -698,6 +698,29 @@ def test_chunks_see_the_sinks_before_their_window(name: str, dataflow: str) -> N
     assert sorted(p for positions in held for p in positions) == [*range(7), *range(96 - WINDOW, 105)]
 
 
+@pytest.mark.parametrize("change", ["free", "cut", "add", "fork", "step", "keep", "sequence", "nothing"])
+def test_plans_of_ranks_that_asked_other_things_of_the_cache_differ(change: str) -> None:
+    """Also where the planned sequence has the same tokens on every rank."""
+
+    def body(rank: virtual.VirtualRank) -> None:
+        cache = made(rank, windows=None)
+        first, second, third = cache.add(), cache.add(), cache.add()
+        step = cache.step([third], 2)
+        if rank.rank == 1:
+            changes: dict[str, Callable[[], object]] = {
+                "free": lambda: cache.free(third), "cut": lambda: cache.crop(third, 0), "add": cache.add,
+                "fork": lambda: cache.fork(third), "step": lambda: cache.step([third]), "keep": lambda: step.keep([1]),
+            }  # fmt: skip
+            changes.get(change, lambda: None)()
+        cache.plan(second if change == "sequence" and rank.rank == 1 else first, 8, causal=True)
+
+    if change == "nothing":
+        virtual.run(2, body)
+        return
+    with pytest.raises(ringattn.errors.Disagreement, match=r"history is '.* on ranks \[0\].* in the same order"):
+        virtual.run(2, body)
+
+
 def test_a_window_of_the_token_alone_takes_chunks() -> None:
     """No rank holds a key that the next chunk sees; each token's output is its value."""
 

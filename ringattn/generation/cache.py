@@ -15,6 +15,7 @@ from ..factory import plan as make_plan
 from ..layouts.shards import length as shard_length
 from ..memo import on_the_host, untraced
 from ..operators import as_autocast, autocast_dtype
+from ..plan_arguments import Held
 from ..predict.cost import merge_ms
 from ..transport import group as transports
 from .chunk import Chunk, beside_window
@@ -96,7 +97,8 @@ class KVCache:
             self.windows = tuple(-1 if w is None else w for w in ([None] * layers if windows is None else windows))
             if len(self.windows) != layers or any(type(w) is not int or not -1 <= w < 2**31 for w in self.windows):
                 raise ValueError(
-                    f"windows is {windows!r}; pass a number of tokens >= 0, or None, for each layer (below 2**31)"
+                    f"windows is {windows!r}; pass a number of tokens >= 0 (below 2**31), or None, for each of the "
+                    f"{layers} layers, as [128] * {layers}"
                 )
             place = self.transport.device if device is None else existing(device)
         except Exception as bad:  # of any kind: the other ranks must hear of it
@@ -246,7 +248,8 @@ class KVCache:
             if options.get("seq_len_k") is None:
                 options["seq_len_k"] = length + new_tokens
             early = min(self._sinks, first)
-            held = [(*tokens.between(0, early), *tokens.between(first, length)) for tokens in record.tokens]
+            held = Held((*tokens.between(0, early), *tokens.between(first, length)) for tokens in record.tokens)
+            held.history = f"{self._slots.history:08x}, for sequence {sequence}"
         except Exception as error:  # of any kind: the other ranks must hear of it
             self.transport.begin("plan()", compares=True)
             self.transport.agree("plan()", {}, error)

@@ -92,6 +92,10 @@ class Step:
         layers = zip(memory.pools, memory.kind_of, strict=True)
         self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
 
+    def __repr__(self) -> str:
+        problem = f", unusable: {self._problem}" * bool(self._problem)
+        return f"Step(sequences={self.sequences}, new_tokens={self.new_tokens}{problem})"
+
     @property
     def positions(self) -> Tensor:
         """Positions of the new tokens, for rotary embeddings: (batch, new) int32, the same on every rank, 0 in rows

@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None, name: str = "ringattn.planner") -> argp
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
     model.add_argument("--config", type=Path, help="config.json of transformers")
-    parser.add_argument("--context", required=True, help="tokens of a row: 131072, 128k or 4M")
+    parser.add_argument("--context", required=True, help="tokens of a row: 131072, 131,072, 128k or 4M")
     parser.add_argument("--gpus", default="8", help="hosts x GPUs of each: 16x8; or of one host: 8")
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="of every host")
     parser.add_argument(
@@ -176,6 +176,7 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
     bytes_ = ", ".join(f"{LABELS[name]} {size / GIB:.1f}" for name, size in best.memory.items())
     on_host = memory.host_bytes(problem.model, way.tokens, way.switches)
     lines = [
+        f"it fits: {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB of each GPU",
         f"best: {name_of(best, problem.cluster)}, {way.tokens:,} tokens per GPU",
         f"  {step.seconds:.2f} s a step, {per_row(problem, best):.2f} s a row, {rate(step)} tokens/s/GPU, "
         f"MFU {step.mfu:.1%}",

@@ -124,11 +124,13 @@ def cluster(gpus: str, gpu: str, links: str, costs: Costs | None = None, fills: 
 
 
 def count(text: str) -> int:
-    """Return a number of tokens: "4M", "128k" (powers of 1,024), or digits.
+    """Return a number of tokens: "4M", "128k" (powers of 1,024), or digits, which commas may group by three.
 
     Raises:
         ValueError: it is neither.
     """
-    if not (match := re.fullmatch(r"(\d+)([kKmM]?)", text)) or not int(match[1]):
-        raise ValueError(f"--context is {text!r}; give a number of tokens, as 131072, 128k or 4M")
-    return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
+    if not (match := re.fullmatch(r"(\d+|\d{1,3}(?:,\d{3})+)([kKmM]?)", text)) or not (
+        digits := int(match[1].replace(",", ""))
+    ):
+        raise ValueError(f"--context is {text!r}; give a number of tokens, as 131072, 131,072, 128k or 4M")
+    return digits << {"": 0, "k": 10, "m": 20}[match[2].lower()]

@@ -94,7 +94,8 @@ def judge(problem: Problem, way: Way) -> Verdict:
 
 
 def verdicts(problem: Problem) -> list[Verdict]:
-    """Return all ways: the best, which is the simplest of those that are nearly the fastest, then others by speed, then
+    """Return all ways: the best, which is the simplest of those that are nearly the fastest and, of as simple ones, needs
+    the least memory, then others by speed, then
     those that do not fit, from the least memory on."""
     judged = [
         judge(problem, way_of(problem, *size, dataflow))
@@ -103,7 +104,7 @@ def verdicts(problem: Problem) -> list[Verdict]:
     ]
     judged.sort(key=lambda verdict: verdict.speed, reverse=True)
     near = [verdict for verdict in judged if verdict.step and verdict.speed > (1 - NEAR) * judged[0].speed]
-    best = min(near, key=lambda verdict: _saves(verdict.way.switches), default=judged[0])
+    best = min(near, key=lambda verdict: (_saves(verdict.way.switches), verdict.bytes), default=judged[0])
     return [best, *(verdict for verdict in judged if verdict is not best)]
 
 
