@@ -165,6 +165,8 @@ class Plan:
     def _copy_of(self, positions: Callable[[Plan], Tensor]) -> Tensor:
         self.note_split()
         device = self.transport.device
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("the plan describes GPUs that are not here; for positions read plan.shards[plan.rank]")
         if (
             torch.compiler.is_compiling()
             or torch._C._len_torch_dispatch_stack()
@@ -384,7 +386,7 @@ class Plan:
     @on_the_host
     def traffic_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
         """Return the bytes that a rank sends in a forward or backward of one layer, see :class:`.shape.Shape`."""
-        return sum(self.flow.traffic_bytes(self, Shape(**shape), backward, self.rank if rank is None else rank))
+        return sum(self.flow.traffic_bytes(self, Shape.checked(shape), backward, self.rank if rank is None else rank))
 
     @on_the_host
     def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
@@ -397,7 +399,7 @@ class Plan:
             shape: fields of :class:`.shape.Shape`.
         """
         rank = self.rank if rank is None else rank
-        return self.between_nodes(self.flow.traffic_bytes(self, Shape(**shape), backward, rank), rank)
+        return self.between_nodes(self.flow.traffic_bytes(self, Shape.checked(shape), backward, rank), rank)
 
     def between_nodes(self, sent: Sequence[int], rank: int) -> int:
         """Return the part that goes to ranks of other nodes of what a rank sends to each rank."""
@@ -409,19 +411,20 @@ class Plan:
         """Return the predicted peak of what one attention allocates on this rank in addition to its inputs and results;
         ``shape``: :class:`.shape.Shape`. Not counted are gradients of parts of a group of query heads that the Hopper
         backward sums afterwards where there are few keys and key heads: up to 0.1 GB at head dim 128."""
-        return self.flow.memory_bytes(self, Shape(**shape), backward)
+        return self.flow.memory_bytes(self, Shape.checked(shape), backward)
 
     @on_the_host
     def describe(self, *, kernel: str = "auto", **shape: int) -> str:
         """Return as text which shards meet at which step, the bytes that move, predicted time and memory, why "auto"
         chose this dataflow, and for a ``kernel`` that borrows others which parts run where, and why.
 
-        Predictions are for ``shape`` (:class:`.shape.Shape`); they are arithmetic, not measurements, with one set of
+        Predictions are for ``shape``, some of ``batch``, ``q_heads`` (a multiple of ``kv_heads``), ``kv_heads``,
+        ``head_dim``, ``head_dim_v`` and ``itemsize`` (:class:`.shape.Shape`); they are arithmetic, not measurements, with one set of
         rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this machine, or default
         ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan` describes GPUs on a
         machine that has none.
         """
-        return self.flow.describe(self, Shape(**shape), kernel)
+        return self.flow.describe(self, Shape.checked(shape), kernel)
 
     @on_the_host
     def verify(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,27 @@ class Shape:
     head_dim: int = 128
     head_dim_v: int = 0
     itemsize: int = 2
+
+    @classmethod
+    def checked(cls, given: Mapping[str, int]) -> Shape:
+        """Return the shape of the keywords that a user passed.
+
+        Raises:
+            TypeError: another keyword.
+            ValueError: a size below 1, or query heads that are no multiple of key heads.
+        """
+        names = [field.name for field in fields(cls)]
+        if wrong := [name for name in given if name not in names]:
+            raise TypeError(f"{wrong[0]} is no size of a call; pass some of {', '.join(names)}")
+        for name, size in given.items():
+            if type(size) is not int or size < (name != "head_dim_v"):
+                raise ValueError(f"{name} is {size!r}; pass a number, at least 1")
+        shape = cls(**given)
+        if shape.q_heads % shape.kv_heads:
+            raise ValueError(
+                f"q_heads is {shape.q_heads}, not a multiple of kv_heads, {shape.kv_heads}; pass both of your model"
+            )
+        return shape
 
     @property
     def value_dim(self) -> int:

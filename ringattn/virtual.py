@@ -40,6 +40,8 @@ class VirtualRank(Transport):
         device: torch.device | str = "cpu",
         world: _World | None = None,
     ) -> None:
+        if type(world_size) is not int or world_size < 1:
+            raise ValueError(f"world_size is {world_size!r}; pass a number of ranks, at least 1, as virtual.gpus(8)")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be between 0 and world_size - 1 = {world_size - 1}")
         super().__init__(rank, world_size, torch.device(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import cases
@@ -106,10 +107,40 @@ def test_a_rank_without_a_world_describes_but_does_not_move() -> None:
     assert (plan.rank, plan.world_size) == (3, 8)
     plan.verify()
     x = torch.zeros(1, len(plan.positions), 2, 4)
-    with pytest.raises(NotImplementedError, match="describes 8 ranks"):
+    with pytest.raises(NotImplementedError, match=r"describes 8 ranks; to run them .*virtual.run\(8, function\)"):
         ringattn.attention(x, x, x, plan)
     with pytest.raises(ValueError, match="rank is 8; it must be between 0 and world_size - 1 = 7"):
         VirtualRank(8, 8)
+
+
+def test_what_described_gpus_cannot_do_names_the_fix() -> None:
+    for wrong in (0, -1, 2.0):
+        with pytest.raises(ValueError, match=rf"world_size is {wrong}; pass a number of ranks, at least 1"):
+            virtual.gpus(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="group is of type bool; .*; a causal mask is causal=True"):
+        ringattn.plan(64, True)
+    plan = ringattn.plan(64, virtual.gpus(8), causal=True)
+    if not torch.cuda.is_available():
+        for name in ("positions", "positions_k"):
+            with pytest.raises(RuntimeError, match=r"GPUs that are not here; .* plan.shards\[plan.rank\]"):
+                getattr(plan, name)
+    for read in (plan.describe, plan.memory_bytes):
+        with pytest.raises(TypeError, match=r"heads is no size of a call; pass some of batch, q_heads, kv_heads, "):
+            read(heads=3)
+        with pytest.raises(ValueError, match="q_heads is 7, not a multiple of kv_heads, 2;"):
+            read(q_heads=7, kv_heads=2)
+        for wrong in (0, -1, 2.5):
+            with pytest.raises(ValueError, match=rf"head_dim is {wrong}; pass a number, at least 1"):
+                read(head_dim=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [8, 64, 8192, 1 << 20])
+@pytest.mark.parametrize("rank", [VirtualRank(0, 8), virtual.gpus(8), virtual.gpus(16, 8)], ids=["cpu", "8", "2x8"])
+def test_no_more_is_exposed_than_moves(length: int, rank: VirtualRank) -> None:
+    text = ringattn.plan(length, rank, causal=True).describe()
+    parts = re.findall(r"([\d.]+) ms of copies or messages, ([\d.]+) ms exposed", text)
+    assert parts
+    assert all(float(exposed) <= float(moving) for moving, exposed in parts)
 
 
 def test_many_ranks_and_many_plans_at_once() -> None:

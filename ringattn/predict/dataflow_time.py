@@ -137,8 +137,10 @@ def predict(problem: Problem, costs: Costs, shape: Shape, dataflow: str) -> Cand
         time = _pulled if problem.pulls else _relayed if len(problem.nodes) > 1 else _messaged
     passes = [time(problem, costs, shape, backward) for backward in (False, True)]
     total, attention, moving = (sum(getattr(p, n) for p in passes) for n in ("ms", "attention", "moving"))
+    rest = total - attention
     slow = [name for name, p in zip(("forward", "backward"), passes, strict=True) if p.ms == p.floor > 0]
-    why = f"attention {attention:.2f} ms, {moving:.2f} ms of copies or messages, {total - attention:.2f} ms exposed"
+    why = f"attention {attention:.2f} ms, {moving:.2f} ms of copies or messages, {min(rest, moving):.2f} ms exposed"
+    why += f", {rest - moving:.2f} ms of handshakes and launches" if rest - moving >= 0.005 else ""
     why += f"; {' and '.join(slow)} as slow as the host launches" if slow else ""
     return Candidate(dataflow, passes[0].ms, passes[1].ms, why, passes[0].busy + passes[1].busy)
 

@@ -125,7 +125,10 @@ def own(group: Any) -> dist.ProcessGroup:
     group = dist.group.WORLD if group is None else group
     outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None")
+        raise TypeError(
+            f"group is of type {type(group).__name__}; pass a ProcessGroup, a 1-D DeviceMesh or None"
+            + "; a causal mask is causal=True" * isinstance(group, bool)
+        )
     if outside or dist.get_rank(group) < 0:
         raise ValueError("this rank is not in the group, and only its ranks may make this call")
     return group

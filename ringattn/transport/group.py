@@ -225,7 +225,10 @@ class Transport:
         """Raise ValueError if this group cannot send x."""
 
     def _no_ranks(self) -> NotImplementedError:
-        return NotImplementedError(f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks")
+        return NotImplementedError(
+            f"{type(self).__name__} moves nothing: it describes {self.world_size} ranks; to run them as threads, call "
+            f"ringattn.virtual.run({self.world_size}, function), which passes each rank its group"
+        )
 
     def agree(
         self,
