@@ -24,8 +24,9 @@ from ringattn import virtual
 from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
-from ringattn.tools.planner import hardware, memory, one_layer, recipe
-from ringattn.tools.planner.command import main
+from ringattn.tools.planner import hardware, memory, one_layer, recipe, ways
+from ringattn.tools.planner.command import main, parse, problem_of
+from ringattn.tools.planner.hardware import count
 from ringattn.tools.planner.inference import Question, answers
 from ringattn.tools.planner.memory import Switches
 from ringattn.tools.planner.model_shapes import KINDS, MODELS, ModelShape, from_config, named
@@ -445,9 +446,28 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return status, *capsys.readouterr()
 
 
+@pytest.mark.parametrize("text", ["524288", "524,288", "512k", "512K"])
+def test_contexts_are_read_as_they_are_written(text: str) -> None:
+    assert count(text) == 524288
+
+
+@pytest.mark.parametrize("text", ["", "0", "0,000", "5,24", "52,4288", ",524", "1.5M", "-1"])
+def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--context is .*; give a number of tokens, as 131072, 131,072, 128k or 4M"):
+        count(text)
+
+
+def test_of_ways_as_fast_and_as_simple_the_best_needs_the_least_memory() -> None:
+    best, *others = verdicts(problem_of(parse(["--model", "llama-3.1-8b", "--context", "1M", "--gpus", "16x8"])))
+    near = [v for v in others if v.speed > (1 - ways.NEAR) * max(v.speed for v in (best, *others))]
+    saves = ways._saves
+    assert all((saves(best.way.switches), best.bytes) <= (saves(v.way.switches), v.bytes) for v in near)
+
+
 def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "2x8", "--links", "nvlink,ib400")
     assert status == 0
+    assert re.search(r"^it fits: [\d.]+ of [\d.]+ GiB of each GPU$", text, re.M)
     assert re.search(r"best: .* tokens per GPU\n  [\d.]+ s a step, [\d.]+ s a row, .* tokens/s/GPU, MFU \d", text)
     assert "logits of 4,096 tokens at a time" in text
     assert "loss = ringattn.loss.linear_cross_entropy(hidden, self.lm_head.weight, shift_labels" in text
