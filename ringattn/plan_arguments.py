@@ -18,13 +18,16 @@ from .transport import group as transports
 
 VERSION = 7  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30
-_SAME_ROWS = "The ranks of the group share each row, so they must read the same rows: see docs/why/ranks.md"
+_SAME_ROWS = (
+    "The ranks of the group share each row, so they must read the same rows: where n ranks share one, give samplers "
+    "rank // n and world_size // n"
+)
 ADVICE = {
     "seq_len": _SAME_ROWS,
     "cu_seqlens": _SAME_ROWS,
     "documents": _SAME_ROWS,
-    "history": "The ranks asked different things of the cache before, or now: every rank must add, fork, free, crop, extend "
-    "and keep the same sequences in the same order",
+    "history": "The ranks asked different things of the cache before, or now: every rank must add, fork, free, crop, "
+    "extend and keep the same sequences in the same order",
     "calibration": "The numbers stand for what benchmarks/calibrate.py measured, from RINGATTN_CALIBRATION or "
     "~/.cache/ringattn, on each machine: copy one machine's file to the others, under their names, or delete it on all;"
     " or name a dataflow",

@@ -419,10 +419,10 @@ class Plan:
         chose this dataflow, and for a ``kernel`` that borrows others which parts run where, and why.
 
         Predictions are for ``shape``, some of ``batch``, ``q_heads`` (a multiple of ``kv_heads``), ``kv_heads``,
-        ``head_dim``, ``head_dim_v`` and ``itemsize`` (:class:`.shape.Shape`); they are arithmetic, not measurements, with one set of
-        rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this machine, or default
-        ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan` describes GPUs on a
-        machine that has none.
+        ``head_dim``, ``head_dim_v`` and ``itemsize`` (:class:`.shape.Shape`); they are arithmetic, not measurements,
+        with one set of rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this
+        machine, or default ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan`
+        describes GPUs on a machine that has none.
         """
         return self.flow.describe(self, Shape.checked(shape), kernel)
 

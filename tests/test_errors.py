@@ -5,8 +5,11 @@ The plans are those of rank 1 of 3 virtual ranks, which fail with another error 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,3 +270,14 @@ def test_tensors_that_one_rank_refuses_are_refused_by_all(pools: Callable[[int],
     first, wrong, last = pools(world_size).run(shape_wrong_on_one_rank)
     assert "seq and heads must be equal" in wrong
     assert first == last == f"attention() failed on rank 1: {wrong}"
+
+
+def test_texts_name_no_page_that_a_wheel_lacks() -> None:
+    """Docstrings may, which are read beside the code."""
+    root = Path(__file__).parent.parent
+    for path in (*root.glob("ringattn/**/*.py"), *root.glob("kernels/**/*.py")):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                assert not re.search(r"docs/[\w/-]*\.md", node.value), f"{path}:{node.lineno}"

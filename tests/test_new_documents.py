@@ -76,7 +76,7 @@ def test_a_disagreement_is_raised_by_every_rank_at_the_first_use(pools: Callable
     assert "on ranks [1]" in bad
     assert bad.endswith(
         "every rank must pass the same. The ranks of the group share each row, so they must read the "
-        "same rows: see docs/why/ranks.md"
+        "same rows: where n ranks share one, give samplers rank // n and world_size // n"
     )
     assert again == bad, "a plan that ranks do not share must not be used later, either"
     assert [fine, fine_again, third] == ["(1, 24, 2, 8)"] * 3

@@ -453,7 +453,7 @@ def test_contexts_are_read_as_they_are_written(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0,000", "5,24", "52,4288", ",524", "1.5M", "-1"])
 def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="--context is .*; give a number of tokens, as 131072, 131,072, 128k or 4M"):
+    with pytest.raises(ValueError, match=r"--context is .*; give a number of tokens, as 131072, 131,072, 128k or 4M"):
         count(text)
 
 

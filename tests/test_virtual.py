@@ -117,7 +117,7 @@ def test_what_described_gpus_cannot_do_names_the_fix() -> None:
     for wrong in (0, -1, 2.0):
         with pytest.raises(ValueError, match=rf"world_size is {wrong}; pass a number of ranks, at least 1"):
             virtual.gpus(wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="group is of type bool; .*; a causal mask is causal=True"):
+    with pytest.raises(TypeError, match=r"group is of type bool; .*; a causal mask is causal=True"):
         ringattn.plan(64, True)
     plan = ringattn.plan(64, virtual.gpus(8), causal=True)
     if not torch.cuda.is_available():

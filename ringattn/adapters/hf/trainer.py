@@ -82,7 +82,7 @@ def _sft_trainer(trainer: type) -> Any:
         raise NotImplementedError(
             f"the loss of trl's {of_trl[0].__name__} compares whole rows, and is not a sum over tokens that ranks "
             "share; of trl's trainers ringattn supports SFTTrainer; for losses of whole rows (DPO, rewards) write a "
-            "loop with ringattn.loss.log_probs and row_sums: docs/how-to/preferences.md"
+            "loop with ringattn.loss.log_probs and ringattn.loss.row_sums"
         )
     return of_trl[0] if of_trl else None
 

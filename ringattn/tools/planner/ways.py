@@ -94,8 +94,8 @@ def judge(problem: Problem, way: Way) -> Verdict:
 
 
 def verdicts(problem: Problem) -> list[Verdict]:
-    """Return all ways: the best, which is the simplest of those that are nearly the fastest and, of as simple ones, needs
-    the least memory, then others by speed, then
+    """Return all ways: the best, which is the simplest of those that are nearly the fastest and, of as simple ones,
+    needs the least memory, then others by speed, then
     those that do not fit, from the least memory on."""
     judged = [
         judge(problem, way_of(problem, *size, dataflow))
