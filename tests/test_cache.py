@@ -934,7 +934,10 @@ def test_arguments_of_a_cache_are_checked() -> None:
     for options, message in (
         (dict(page_size=24), r"page_size is 24; it must be a multiple of 16"),
         (dict(tokens=0), r"tokens is 0; pass a positive number"),
-        (dict(windows=[3]), r"windows is \[3\]; pass a number of tokens >= 0, or None, for each layer"),
+        (
+            dict(windows=[3]),
+            r"windows is \[3\]; pass a number of tokens .* or None, for each of the 2 layers, as \[128\] \* 2",
+        ),
         (dict(windows=[None, 2**31]), r"windows is \[None, 2147483648\]; pass a number of tokens >= 0"),
         (dict(device="gpu"), r"device is 'gpu', which this machine lacks"),
         (dict(shared_values=True, head_dim_v=12), r"head_dim_v is 12, but shared values are .* of head_dim 8"),

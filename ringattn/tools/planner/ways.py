@@ -94,9 +94,8 @@ def judge(problem: Problem, way: Way) -> Verdict:
 
 
 def verdicts(problem: Problem) -> list[Verdict]:
-    """Return all ways: the best, which is the simplest of those that are nearly the fastest and, of as simple ones,
-    needs the least memory, then others by speed, then
-    those that do not fit, from the least memory on."""
+    """Return all ways: the best, which is the simplest of those that are nearly the fastest and, of as simple ones over
+    as few hosts, needs the least memory, then others by speed, then those that do not fit, from the least memory on."""
     judged = [
         judge(problem, way_of(problem, *size, dataflow))
         for size in sizes(problem.cluster)
@@ -104,8 +103,13 @@ def verdicts(problem: Problem) -> list[Verdict]:
     ]
     judged.sort(key=lambda verdict: verdict.speed, reverse=True)
     near = [verdict for verdict in judged if verdict.step and verdict.speed > (1 - NEAR) * judged[0].speed]
-    best = min(near, key=lambda verdict: (_saves(verdict.way.switches), verdict.bytes), default=judged[0])
+    best = min(near, key=_plainness, default=judged[0])
     return [best, *(verdict for verdict in judged if verdict is not best)]
+
+
+def _plainness(verdict: Verdict) -> tuple[int, int, int]:
+    switches = verdict.way.switches
+    return _saves(switches), switches.hosts, verdict.bytes
 
 
 def _saves(switches: Switches) -> int:
