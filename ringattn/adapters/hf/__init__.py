@@ -26,13 +26,17 @@ One difference from one process remains: the first token of a document is not a 
 predicts it from left padding or, packed by ``position_ids``, from the document before.
 """
 
-_OLDEST = (5, 17)
+from .versions import TRIED
+
+_OLDEST = TRIED["transformers"][0]
 
 try:
     import transformers
 except ImportError as error:
-    raise ImportError(f"ringattn.hf needs transformers >= 5.17: pip install 'transformers>=5.17' ({error})") from error
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST:
     raise ImportError(
-        f"transformers is {transformers.__version__}, but ringattn.hf needs >= 5.17: pip install -U transformers"
+        f"ringattn.hf needs transformers >= {_OLDEST}: pip install 'transformers>={_OLDEST}' ({error})"
+    ) from error
+if [int(part) for part in transformers.__version__.split(".")[:2]] < [int(part) for part in _OLDEST.split(".")]:
+    raise ImportError(
+        f"transformers is {transformers.__version__}, but ringattn.hf needs >= {_OLDEST}: pip install -U transformers"
     )

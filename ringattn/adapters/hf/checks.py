@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from ...training import loss as losses
 from ...virtual import VirtualRank
 from . import hybrids
 from .models import shifts, unwrapped
+from .versions import needed, tried, version
 
 NAME = "ringattn"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -46,6 +46,8 @@ def check_model(model: nn.Module) -> None:
     if config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"{name} has no transformers config; for a module of your own use ringattn.wrap()")
     text = config.get_text_config()
+    for registry in ("AttentionInterface", "AttentionMaskInterface"):
+        needed("transformers", registry)
     crosses = [type(m).__name__ for m in model.modules() if isinstance(getattr(m, "encoder_attn", None), nn.Module)]
     if getattr(config, "is_encoder_decoder", False) or crosses:
         raise NotImplementedError(
@@ -235,7 +237,7 @@ def adds_up(model: nn.Module, rank: int, kwargs: Mapping[str, Any], outputs: Map
         if targets is None or marked is None or not torch.equal(marked, targets != batches.IGNORE):
             raise NotImplementedError(
                 f"trl {version('trl')} has scored other targets than shift_labels, those of this rank's tokens; "
-                "use trl 1.16, or ringattn.hf.sequence() and ringattn.loss in a loop of your own"
+                f"use {tried('trl')}, or ringattn.hf.sequence() and ringattn.loss in a loop of your own"
             )
         return True
     advice = (
@@ -278,8 +280,3 @@ def scored(
 def part_of_loss(logits: Tensor, targets: Tensor, total: Tensor | int) -> Tensor:
     """Return the sum of the targets' losses by the number of all targets."""
     return losses.cross_entropy(logits, targets, VirtualRank(0, 1), wrapper="sums", total=total)
-
-
-def version(package: str) -> str:
-    """Return the installed version of a package."""
-    return importlib.metadata.version(package)

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from ...factory import Plan
 from ...training.batch import begins
 from .active import SEQUENCES
+from .versions import needed
 
 LAYER_TYPES = ("linear_attention", "conv")
 _BOTH = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
@@ -52,12 +52,14 @@ def runs(layer: nn.Module) -> bool:
 
 
 def _calls(layer: nn.Module, name: str) -> bool:
-    """Return whether the layer's forward calls a function of its file by this name, as transformers 5.17 to 5.23 do."""
+    """Return whether the layer's forward calls a function of its file by this name, as transformers does since 5.17."""
     code = dis.get_instructions(inspect.unwrap(type(layer).forward))
     return any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in code)
 
 
 def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    activations = needed("transformers.activations", "ACT2FN")
+
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
@@ -66,7 +68,7 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         active.calls += 1
         out = active.plan.convolve(hidden_states.to(weight.dtype).transpose(1, 2), weight, bias)
-        out = out if activation is None else ACT2FN[activation](out)
+        out = out if activation is None else activations[activation](out)
         return out.to(hidden_states.dtype).transpose(1, 2)
 
     return causal_conv1d_fn

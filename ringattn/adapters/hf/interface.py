@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...functional import attention
 from .checks import NAME
@@ -14,6 +13,7 @@ from .models import Kind
 from .probe import MaskFunction, difference, read
 from .sequence import Visible, count_call, required
 from .sharded_cache import Cached, innermost
+from .versions import found
 
 # Keywords that reach the attention function and do not change its result.
 _NEUTRAL = frozenset(
@@ -38,8 +38,8 @@ _NEUTRAL = frozenset(
 
 def visible_to_layers(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
@@ -63,6 +63,8 @@ def visible_to_layers(
             f"the model continues from a cache of earlier keys (q_offset={q_offset}); generate() does not run "
             "over ranks: call model.set_attn_implementation('sdpa') first, or use ringattn.KVCache and ringattn.decode"
         )
+    if q_length is None:  # before transformers 5.4, which passes positions in the cache
+        q_length = len(kwargs["cache_position"])
     if q_length != length or kv_length != length:
         raise ValueError(
             f"the model makes a mask for {q_length} queries and {kv_length} keys, but rank {active.plan.rank} holds "
@@ -172,5 +174,6 @@ def _dropout(module: nn.Module, dropout: float) -> str:
     )
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, visible_to_layers)
+for _interface, _function in (("AttentionInterface", attend), ("AttentionMaskInterface", visible_to_layers)):
+    if registry := found("transformers", _interface):  # without it checks.check_model() refuses models
+        registry.register(NAME, _function)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...training.by_heads import by_heads
 from ...training.by_tokens import by_tokens, run_by_tokens
@@ -14,6 +13,7 @@ from ...training.parts import parameters_of
 from ...training.recompute import Recompute, recompute
 from ...training.stand_in import stand_in
 from .models import unwrapped
+from .versions import needed
 
 
 def reduce_memory(
@@ -93,6 +93,9 @@ def _of_tokens(layer: nn.Module) -> list[nn.Module]:
 def _loss_by_tokens(model: Any, chunk: int) -> None:
     """Let the model compute its loss from the hidden states of ``chunk`` tokens at a time: with its own forward, given
     those in place of what its decoder returns."""
+    of_decoder, of_model = (
+        needed("transformers.modeling_outputs", f"{name}OutputWithPast") for name in ("BaseModel", "CausalLM")
+    )
     kind = type(model)
     whole = kind.forward
     prefix = model.base_model_prefix
@@ -110,7 +113,7 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
         hidden = getattr(model, prefix)(*args, **kwargs).last_hidden_state
 
         def loss(x: Tensor, tokens: slice) -> Tensor:
-            decoder = lambda **unused: BaseModelOutputWithPast(last_hidden_state=cast(Any, x))  # noqa: E731
+            decoder = lambda **unused: of_decoder(last_hidden_state=x)  # noqa: E731
             head = stand_in(model, kind, **{prefix: decoder})
             targets = shift_labels[:, tokens]
             return whole(head, labels=targets, shift_labels=targets, num_items_in_batch=total).loss
@@ -118,6 +121,6 @@ def _loss_by_tokens(model: Any, chunk: int) -> None:
         others = ((name, child) for name, child in model.named_children() if name != prefix)
         parameters = [*model.parameters(recurse=False), *parameters_of(others)]
         total_loss = run_by_tokens(loss, hidden, chunk, parameters)
-        return CausalLMOutputWithPast(loss=cast(Any, total_loss))  # the fields are FloatTensors, no Tensors
+        return of_model(loss=total_loss)
 
     model.forward = forward

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .models import Kind
+from .versions import found
+
+_MODULE = "transformers.masking_utils"
+causal_mask_function = found(_MODULE, "causal_mask_function")
+bidirectional_mask_function = found(_MODULE, "bidirectional_mask_function")
 
 MaskFunction = Callable[..., Tensor]
 
@@ -28,7 +31,7 @@ def read(mask_function: Any) -> tuple[Kind, Tensor | None] | None:
         cells = {
             n: cell.cell_contents for n, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True)
         }
-        if getattr(function, "__module__", "") != masking_utils.__name__:
+        if getattr(function, "__module__", "") != _MODULE:
             return None
         if name in ("and_masks", "or_masks"):
             return (name, *map(parts, cells["mask_functions"]))

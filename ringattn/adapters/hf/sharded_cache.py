@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from ...factory import Plan
@@ -30,12 +29,13 @@ from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks
 from .models import Kind, entry, unwrapped, watched
+from .versions import found, needed
 
 _CONTINUE = (
     "pass it the inputs of ringattn.hf.generation(), and a second call what the first one returned, or make another "
     "generation()"
 )
-_CACHE = getattr(transformers.generation.utils, "ALL_CACHE_NAMES", ["past_key_values"])[0]  # "cache" since 5.24
+_CACHE = (found("transformers.generation.utils", "ALL_CACHE_NAMES") or ["past_key_values"])[0]  # "cache" since 5.24
 _COMPARED = 4  # forwards whose tokens the ranks compare: sampling with different seeds shows in the first ones
 
 
@@ -60,7 +60,10 @@ class Cached:
         self.refusal = None if kind else "the model combines its mask with a function that ringattn does not know"
 
 
-class Generation(transformers.Cache):
+_Base: Any = found("transformers", "Cache") or object  # generation() refuses where it is missing
+
+
+class Generation(_Base):
     """What :func:`generation` yields: ``past_key_values`` for ``generate()``.
 
     Attributes:
@@ -135,8 +138,10 @@ class Generation(transformers.Cache):
         self.rows = self.kv.reorder(self.rows, beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` tokens of every row: those of a draft that were not accepted."""
-        count = abs(tokens_to_remove)
+        """Forget the last ``-tokens_to_remove`` tokens of every row: those of a draft that were not accepted. A
+        positive number is how many to keep, as older versions of transformers count, padding included."""
+        number = int(tokens_to_remove)
+        count = max(self.length - number, 0) if number > 0 else -number
         self._end_step()
         for row in self.rows if count else ():
             self.kv.crop(row, self.kv.lengths[row] - count)
@@ -407,6 +412,7 @@ def generation(
     error: Exception | None = None
     rows: dict[str, Any] = {}
     try:
+        needed("transformers", "Cache")
         checks.check_model(model)
         for name, value in dict(
             prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens, num_sequences=num_sequences

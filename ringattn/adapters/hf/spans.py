@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
 
 from ... import mask as masks
 from ...masks.intervals import Mask
@@ -17,6 +16,7 @@ from ...plans import Plan
 from ...training import batch as batches
 from .models import Kind
 from .probe import read
+from .versions import found
 
 NAMES = ("token_type_ids", "mm_token_type_ids")  # tensors of a batch that tell images and prefixes from other tokens
 _READER = "ringattn's reader of masks"
@@ -91,4 +91,5 @@ def _function_itself(mask_function: Any = None, **kwargs: Any) -> Any:
     return mask_function
 
 
-AttentionMaskInterface.register(_READER, _function_itself)
+if registry := found("transformers", "AttentionMaskInterface"):
+    registry.register(_READER, _function_itself)

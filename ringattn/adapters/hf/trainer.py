@@ -21,9 +21,9 @@ from ..in_place import Block
 from ..recomputation import Scope
 from .active import SEQUENCES
 from .called import attending, run
-from .checks import version
 from .models import shifts, unwrapped
 from .sequence import Sequence
+from .versions import needed, tried, version
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ _TRAINER_HOOKS = {
     "_set_signature_columns_if_needed": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "_get_num_items_in_batch": ("batch_samples", "device"),
     "_prepare_context_parallel_inputs": ("model", "inputs"),
 }
 _ACCELERATOR_HOOKS: dict[str, tuple[str, ...]] = {"_prepare_cp": ("args",)}
@@ -67,7 +68,7 @@ def _refuse_versions(reliance: str, difference: str) -> None:
     packages = [f"{name} {version(name)}" for name in ("transformers", "accelerate", "trl") if name in sys.modules]
     raise RuntimeError(
         f"ringattn.hf {reliance}, but {' with '.join(packages)} has {difference}; use "
-        "transformers 5.17 to 5.23 with accelerate 1.15 (and trl 1.16), or ringattn.hf.sequence() in a loop of your own"
+        f"{tried('transformers', 'accelerate', 'trl')}, or ringattn.hf.sequence() in a loop of your own"
     )
 
 
@@ -94,15 +95,9 @@ def prepare(accelerator: Any) -> Any:
     Returns the same object, with a subclass as its class."""
     base = type(accelerator)
     if not issubclass(base, _LeavesAttention):
-        check_hooks(_trainer(), base)
+        check_hooks(needed("transformers", "Trainer"), base)
         accelerator.__class__ = type(base.__name__, (_LeavesAttention, base), {})
     return accelerator
-
-
-def _trainer() -> type:
-    from transformers import Trainer
-
-    return Trainer
 
 
 class _LeavesAttention:
@@ -160,10 +155,8 @@ class RingTrainerMixin:
                 setattr(self.args, name, value)
 
     def create_accelerator_and_postprocess(self) -> None:
-        from accelerate import Accelerator
-
         sft = _sft_trainer(type(self))
-        check_hooks(_trainer(), Accelerator, sft)
+        check_hooks(needed("transformers", "Trainer"), needed("accelerate", "Accelerator"), sft)
         with shared_on_cpus():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare(self.accelerator)
@@ -212,19 +205,21 @@ class RingTrainerMixin:
                 f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
             )
         inputs = self._with_targets(inputs)
-        if self._ring_sft:
-            return self._sft_loss(model, inputs), None, None
-        loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
-        # The loss of the whole sequence, on every rank that shares it. The parts have been multiplied by their number.
-        return losses.reduced(loss, _group(self.accelerator), wrapper="averages"), *rest
+        return self._whole_loss(model, inputs), None, None
 
-    def _sft_loss(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the mean over the targets of this batch, as in one process. SFTTrainer's own evaluation step does not
-        call :meth:`_prepare_context_parallel_inputs`."""
-        total = (inputs["shift_labels"] != batches.IGNORE).sum().to(self.accelerator.device)
+    def _whole_loss(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the mean over the targets of this batch, as in one process, on every rank that shares it. SFTTrainer's
+        own evaluation step does not call :meth:`_prepare_context_parallel_inputs`, nor did the Trainer's always."""
+        total = (
+            (inputs["shift_labels"] != batches.IGNORE).sum().to(self.accelerator.device)
+            if self._ring_sft
+            else self._get_num_items_in_batch([inputs], self.accelerator.device)
+        )
         active, local = self._prepare_context_parallel_inputs(model, inputs)
         with torch.no_grad(), self.compute_loss_context_manager(), active():
             loss = self.compute_loss(model, local, num_items_in_batch=total)
+        if not self._ring_sft:  # its parts have been multiplied by their number
+            return losses.reduced(loss, _group(self.accelerator), wrapper="averages")
         scale = self.accelerator.num_processes // self.get_tp_size()  # by which compute_loss multiplies
         return losses.reduced(loss / scale, _group(self.accelerator), wrapper="sums")
 
@@ -259,10 +254,9 @@ def over_ranks(stock: type, options: Mapping[str, Any]) -> type:
         ring_options = options
 
         def create_accelerator_and_postprocess(self) -> None:
-            from accelerate import ParallelismConfig
-
+            config = needed("accelerate", "ParallelismConfig")
             by_launcher = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
-            parallel = self.args.parallelism_config or (ParallelismConfig() if by_launcher else None)
+            parallel = self.args.parallelism_config or (config() if by_launcher else None)
             if parallel is None or not parallel.cp_enabled:
                 self.__class__ = stock  # type: ignore[assignment]
                 self.create_accelerator_and_postprocess()
@@ -292,7 +286,7 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
     Args:
         options: of :func:`ringattn.hf.sequence`, for Trainers.
     """
-    from transformers import PreTrainedModel
+    PreTrainedModel = needed("transformers", "PreTrainedModel")
 
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         block = blocks.innermost() if SEQUENCES.current(covered=True) is None else None  # not parts of a model
@@ -308,7 +302,7 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
         stack.callback(delattr, PreTrainedModel, "__call__")
         setattr(PreTrainedModel, "__call__", call)  # noqa: B010
         with contextlib.suppress(ImportError):
-            from accelerate import accelerator
+            accelerator = needed("accelerate", "accelerator")
 
             def attach(model: nn.Module) -> None:  # hooks that drop masks, and refuse windows
                 if not any(isinstance(part, PreTrainedModel) for part in model.modules()):
@@ -318,7 +312,7 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
             stack.callback(setattr, accelerator, "_attach_context_parallel_hooks", theirs)
             accelerator._attach_context_parallel_hooks = attach
             stack.enter_context(shared_on_cpus())
-            trainer: Any = _trainer()
+            trainer = needed("transformers", "Trainer")
             # Python does not forget that a class has had a __new__: without one it would take no arguments.
             stack.callback(setattr, trainer, "__new__", plain)
             trainer.__new__ = new
@@ -329,9 +323,8 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
 def shared_on_cpus() -> Iterator[None]:
     """Let Accelerators be made on CPUs with ``cp_size > 1``, with replicated models (DDP). accelerate refuses it, as
     its own context parallelism needs FSDP2, which it has on GPUs only."""
-    from accelerate import ParallelismConfig
-
-    theirs = ParallelismConfig._validate_accelerator
+    config = needed("accelerate", "ParallelismConfig")
+    theirs = config._validate_accelerator
 
     def check(parallel: Any, accelerator: Any) -> None:
         if accelerator.device.type != "cpu" or not parallel.cp_enabled:
@@ -348,11 +341,11 @@ def shared_on_cpus() -> Iterator[None]:
                 "sizes"
             )
 
-    ParallelismConfig._validate_accelerator = check
+    config._validate_accelerator = check
     try:
         yield
     finally:
-        ParallelismConfig._validate_accelerator = theirs
+        config._validate_accelerator = theirs
 
 
 def _splits(accelerator: Any) -> bool:
