@@ -19,7 +19,7 @@ from pool import on_ranks
 from suite import few
 from torch import Tensor
 
-pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+pytest.importorskip("transformers", reason="pip install transformers accelerate")
 
 import ringattn.hf
 from benchmarks import bench_training, training_contestants, training_model

@@ -573,7 +573,7 @@ def test_flash_attn_functions(pools) -> None:  # type: ignore[no-untyped-def]
 
 
 def gemma(attn: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
     import ringattn.hf  # noqa: F401
 
     config = transformers.Gemma2Config(
@@ -891,7 +891,7 @@ def test_generation_as_a_graph() -> None:
 
 
 def test_generation_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17'")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
     import ringattn.hf
 
     sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
@@ -1282,7 +1282,7 @@ def test_windows_and_tokens_before(pools) -> None:  # type: ignore[no-untyped-de
 
 
 def compare_trainer(pools: Any, tmp_path: Path, block: int, page: str = "trainer") -> None:
-    transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
     pytest.importorskip("accelerate", reason="pip install accelerate")
     from test_hf import forget_accelerate
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import ringattn
 from ringattn import virtual
 
-transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
 import ringattn.hf  # noqa: E402
 
 VOCABULARY, ROWS = 61, 2

@@ -11,7 +11,7 @@ from torch import Tensor
 import ringattn
 from ringattn import virtual
 
-transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
 from test_hf import VOCABULARY, build, configs  # noqa: E402
 
 import ringattn.hf  # noqa: E402

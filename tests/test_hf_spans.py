@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringattn import virtual
 
-transformers = pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
 import ringattn.hf  # noqa: E402
 from ringattn.adapters.hf.spans import mask_of_row  # noqa: E402
 

@@ -18,7 +18,7 @@ from pool import on_ranks
 from suite import few
 from torch import Tensor, nn
 
-pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+pytest.importorskip("transformers", reason="pip install transformers accelerate")
 
 import torch.distributed as dist
 from live_bytes import LiveBytes

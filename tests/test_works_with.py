@@ -295,7 +295,7 @@ def test_a_checkpoint_resumes_at_another_number_of_ranks(pools, tmp_path) -> Non
 
 @pytest.mark.long
 def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    pytest.importorskip("transformers", reason="pip install transformers accelerate")
 
     def losses(ranks: int, steps: int, *more: str) -> list[float]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -322,7 +322,7 @@ def test_train_hf_counts_pairs_of_tokens_of_one_document() -> None:
 
 
 def test_train_hf_packs_whole_documents_into_rows_of_equal_work() -> None:
-    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    pytest.importorskip("transformers", reason="pip install transformers accelerate")
     from scripts import train_hf
 
     texts, options = [b"abcdefghij" * 9, b"xyz", b"0123456789" * 4], argparse.Namespace(context=64, packed=True)
@@ -361,7 +361,7 @@ def test_train_hf_packs_whole_documents_into_rows_of_equal_work() -> None:
 def test_train_hf_says_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
 ) -> None:
-    pytest.importorskip("transformers", reason="pip install 'transformers>=5.17' accelerate")
+    pytest.importorskip("transformers", reason="pip install transformers accelerate")
     from scripts import train_hf
 
     monkeypatch.setattr(sys, "argv", ["train_hf.py", *arguments.split()])
