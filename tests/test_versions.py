@@ -26,6 +26,7 @@ ENTRIES = {  # what is refused where a name is missing; None: it goes on without
     "Trainer": "prepare",
     "Accelerator": "trainer",
     "ParallelismConfig": "shared_on_cpus",
+    "PartialState": "shared_on_cpus",
     "accelerator": None,
     "PreTrainedModel": "installed",
 }

@@ -323,29 +323,32 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
 def shared_on_cpus() -> Iterator[None]:
     """Let Accelerators be made on CPUs with ``cp_size > 1``, with replicated models (DDP). accelerate refuses it, as
     its own context parallelism needs FSDP2, which it has on GPUs only."""
-    config = needed("accelerate", "ParallelismConfig")
-    theirs = config._validate_accelerator
+    config, state = needed("accelerate", "ParallelismConfig"), needed("accelerate", "PartialState")
+    theirs, mesh_of = config._validate_accelerator, config.get_device_mesh
 
     def check(parallel: Any, accelerator: Any) -> None:
         if accelerator.device.type != "cpu" or not parallel.cp_enabled:
-            return theirs(parallel, accelerator)
-        if parallel.tp_enabled or parallel.sp_enabled:
+            theirs(parallel, accelerator)
+
+    def get_device_mesh(parallel: Any, device_type: str | None = None) -> Any:
+        processes = state().num_processes
+        if device_type == "cpu" and (parallel.tp_enabled or parallel.sp_enabled):
             raise NotImplementedError(
                 f"on CPUs ParallelismConfig has tp_size={parallel.tp_size} and sp_size={parallel.sp_size}; accelerate "
                 "runs neither there: leave them at 1"
             )
-        if parallel.total_size != accelerator.num_processes:
+        if device_type == "cpu" and parallel.cp_enabled and parallel.total_size != processes:
             raise ValueError(
                 f"ParallelismConfig has cp_size={parallel.cp_size} and {parallel.total_size} ranks in all, but there "
-                f"are {accelerator.num_processes} processes; start {parallel.total_size} with torchrun, or change the "
-                "sizes"
+                f"are {processes} processes; start {parallel.total_size} with torchrun, or change the sizes"
             )
+        return mesh_of(parallel, device_type)
 
-    config._validate_accelerator = check
+    config._validate_accelerator, config.get_device_mesh = check, get_device_mesh
     try:
         yield
     finally:
-        config._validate_accelerator = theirs
+        config._validate_accelerator, config.get_device_mesh = theirs, mesh_of
 
 
 def _splits(accelerator: Any) -> bool:
