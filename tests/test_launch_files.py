@@ -126,27 +126,55 @@ def test_accelerate_reads_its_file() -> None:
     assert not config.same_network, "c10d reads rdzv_endpoint, which accelerate sets only where this is false"
 
 
-def test_fields_of_a_pytorchjob() -> None:
-    """Those of kubeflow.org/v1:
-    https://github.com/kubeflow/trainer/blob/release-1.9/pkg/apis/kubeflow.org/v1/pytorch_types.go"""
+# Fields of a TrainJob, those of the pods' patches included:
+# https://github.com/kubeflow/trainer/blob/master/manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml
+TRAIN_JOB = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"activeDeadlineSeconds", "initializer", "managedBy", "runtimePatches", "runtimeRef", "suspend", "trainer"},
+    "runtimeRef": {"apiGroup", "kind", "name"},
+    "trainer": {"args", "command", "env", "image", "numNodes", "numProcPerNode", "resourcesPerNode"},
+    "patch": {"manager", "time", "trainingRuntimeSpec"},
+    "pod": {
+        "affinity", "containers", "imagePullSecrets", "initContainers", "nodeSelector", "schedulingGates",
+        "securityContext", "serviceAccountName", "terminationGracePeriodSeconds", "tolerations", "volumes",
+    },
+    "container": {"env", "name", "securityContext", "volumeMounts"},
+}  # fmt: skip
+
+
+def test_fields_of_a_trainjob(tmp_path: Path) -> None:
     job = read("kubernetes.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     spec = job["spec"]
-    assert spec.keys() <= {"elasticPolicy", "runPolicy", "pytorchReplicaSpecs", "nprocPerNode"}
-    assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "maxRestarts": 3}
-    assert spec["pytorchReplicaSpecs"].keys() == {"Worker"}, "the first worker has the rendezvous"
-    worker = spec["pytorchReplicaSpecs"]["Worker"]
-    assert worker["replicas"] >= 2
-    assert worker["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
-    pod = worker["template"]["spec"]
+    (patch,) = spec["runtimePatches"]
+    template = patch["trainingRuntimeSpec"]["template"]
+    (node,) = template["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["name"] == "pytorch", "the operator looks for this name"
-    assert {"image", "command", "resources"} <= container.keys()
+    parts = {
+        "": job, "spec": spec, "runtimeRef": spec["runtimeRef"], "trainer": spec["trainer"], "patch": patch,
+        "pod": pod, "container": container,
+    }  # fmt: skip
+    assert {name: part.keys() - TRAIN_JOB[name] for name, part in parts.items()} == dict.fromkeys(parts, set())
+    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
+    assert [patch["trainingRuntimeSpec"].keys(), template.keys(), template["spec"].keys()] == [
+        {"template"}, {"spec"}, {"replicatedJobs"},
+    ]  # fmt: skip
+    assert node["name"] == container["name"] == "node", "the names in the runtime torch-distributed"
+    assert "env" not in container, "Kubeflow refuses it for this container"
+    assert spec["trainer"]["numNodes"] >= 2
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-    assert all(isinstance(variable["value"], str) for variable in container["env"])
-    parsed = torchrun_arguments([*container["command"], *container["args"]])
-    assert (parsed.nproc_per_node, parsed.training_script) == ("gpu", "scripts.train")
+
+    place = "/workspace/ringattn"
+    command = [word.replace(place, str(ROOT)) for word in spec["trainer"]["command"]]
+    env = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node-0-0.ringattn", "PET_MASTER_PORT": "29400"}
+    env |= {"PATH": os.environ["PATH"], "PYTHON": "echo", "RANKS": "8"}
+    words = [*command, *spec["trainer"]["args"]]
+    line = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    parsed = torchrun_arguments(["torchrun", *line.split()[2:]])
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.max_restarts) == ("2", "8", 3)
+    assert (parsed.rdzv_endpoint, parsed.rdzv_conf) == ("node-0-0.ringattn:29400", "is_host=0")
+    assert (parsed.training_script, parsed.training_script_args[:2]) == ("scripts.train", ["--resume", "auto"])
 
 
 def torchrun_arguments(words: list[str]) -> Any:
