@@ -92,6 +92,41 @@ class Plan(plans.Plan):
         return tokens.run_by_heads(self, function, tensors, heads_dim)
 
     @untraced
+    def gathered(
+        self,
+        *tensors: Tensor,
+        dim: int = 1,
+        heads: int | None = None,
+        attend: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Return what this rank's queries see of per-token tensors that all ranks hold shards of: the keys, values,
+        latents or masks that an attention of your own reads. Only these tokens move, and once for each host. Every rank
+        calls this, and its backward.
+
+        Differentiable: gradients return to the ranks that hold the tokens, and are summed there in the order of ranks,
+        in float32 or float64. Integers and bools have none.
+
+        Args:
+            tensors: this rank's shards of keys' tokens, of any dtype and shape, with their tokens in ``dim``.
+            heads: with ``attend``, the dim of heads of all tensors and of the results: where they need more memory than
+                the plan's ``buffer_bytes``, waves of heads come one after another, each while the one before is used.
+                The backward fetches them again.
+            attend: gets each :class:`.tokens.visible.Visible`, and returns a tensor or a tuple of them; that of all
+                waves is returned, with the heads of all. ``part.heads(q)`` are the query heads of a wave.
+
+        Returns:
+            Without ``attend`` a :class:`.tokens.visible.Visible`: ``tensors``, ``positions``, ``documents``,
+            ``intervals`` of the queries, ``mask``.
+
+        Raises:
+            ValueError, TypeError: tensors that do not fit.
+        """
+        from .tokens.visible import gathered
+
+        operators.check_transforms("gathered()")
+        return gathered(self, tensors, dim, heads, attend)
+
+    @untraced
     def shard_batch(
         self, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
     ) -> dict[str, Any]:

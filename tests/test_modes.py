@@ -139,6 +139,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "Plan.shift": lambda x: KEPT.plan.shift(x),
     "Plan.convolve": lambda x: KEPT.plan.convolve(x.flatten(2), x.new_ones(HEADS * DIM, 3)),
     "Plan.heads": lambda x: KEPT.plan.heads(lambda y: y.cumsum(1), x),
+    "Plan.gathered": lambda x: KEPT.plan.gathered(x, x, heads=2, attend=lambda part: sum(part.tensors)),
     "Plan.shard_batch": data(lambda p: ringattn.plan(N, documents=IDS // 5).shard_batch(BATCH)),
     "Plan.positions": data(lambda p: p.positions),
     "Plan.positions_k": data(lambda p: p.positions_k),
