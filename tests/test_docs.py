@@ -19,6 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_gathered import test_biases as run_biases  # noqa: F401
+from test_gathered import test_dsa as run_dsa  # noqa: F401
+from test_gathered import test_moba as run_moba  # noqa: F401
 from torch import Tensor, nn
 
 import ringattn
@@ -35,6 +38,7 @@ VOCABULARY, DIM, HEADS, SEQ = 31, 16, 2, 14
 
 # The blocks of code of each page and the tests that run them. test_trl.py runs the second one of trainer.md with trl.
 TESTS = {
+    "bias": ["run_biases"] * 3,
     "check": ["test_check_page"],
     "clusters": ["test_a_mesh_of_hosts"],
     "diffusers": ["test_diffusers_pipeline"],
@@ -58,6 +62,7 @@ TESTS = {
     "preferences": ["test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
+    "sparse": ["run_dsa", "run_dsa", "run_moba", "run_moba"],
     "torchtitan": ["test_torchtitan"],
     "training_codes": ["test_shifted_already", "test_windows_and_tokens_before", "test_a_load_balancer"],
     "trees": ["test_trees"],

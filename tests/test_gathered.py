@@ -99,7 +99,7 @@ def test_bytes_are_those_of_the_dataflow_gather(name: str, layout: str, monkeypa
 
     monkeypatch.setattr(virtual.VirtualRank, "_start", counted)
 
-    def body(group: virtual.VirtualRank) -> None:
+    def body(group: virtual.VirtualRank, size: int) -> None:
         shape = dict(q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, batch=2, itemsize=8)
         plan = ringattn.plan(SEQ, group, **MASKS[name](), layout=layout, dataflow="gather", local_size=size)
         k = plan.shard(values(2, SEQ, HEADS, DIM)).requires_grad_()
@@ -111,7 +111,36 @@ def test_bytes_are_those_of_the_dataflow_gather(name: str, layout: str, monkeypa
             assert sent[group.rank] == plan.traffic_bytes(backward=backward, **shape), (size, backward)
 
     for size in (4, 2):
-        virtual.run(4, body)
+        virtual.run(4, lambda group: body(group, size))  # noqa: B023
+
+
+def test_the_next_wave_arrives_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the backward fetches each wave again, the last one first."""
+    events: list[str] = []
+    start = virtual.VirtualRank._start
+
+    def noted(self: virtual.VirtualRank, sends: Any, receives: Any) -> Any:
+        events.extend(["exchange"] * (self.rank == 0))
+        return start(self, sends, receives)
+
+    monkeypatch.setattr(virtual.VirtualRank, "_start", noted)
+
+    def body(group: virtual.VirtualRank) -> None:
+        plan = ringattn.plan(SEQ, group, buffer_bytes=1)
+        x = plan.shard(values(1, SEQ, 3, DIM)).requires_grad_()
+
+        def attend(part: Any) -> Tensor:
+            events.extend([f"wave {part.share[0]}"] * (group.rank == 0))
+            return part.tensors[0].square()
+
+        out = plan.gathered(x, heads=2, attend=attend)
+        events.extend(["backward"] * (group.rank == 0))
+        out.sum().backward()
+
+    virtual.run(2, body)
+    before, after = " ".join(events).split(" backward ")
+    assert before == "exchange exchange wave 0 exchange wave 1 wave 2"
+    assert after == " ".join(f"exchange wave {i} exchange" for i in (2, 1, 0))
 
 
 def test_ranks_without_tokens() -> None:
@@ -158,7 +187,7 @@ def test_what_it_refuses(use: Callable[..., object], error: str) -> None:
     def body(group: virtual.VirtualRank) -> str:
         plan = ringattn.plan(8, group, layout="contiguous")
         x = torch.zeros(1, 4, 2, 3)
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises(Exception) as caught:
             plan.gathered(x) if group.rank else use(plan, x)
         return str(caught.value)
 
@@ -169,11 +198,11 @@ def test_what_it_refuses(use: Callable[..., object], error: str) -> None:
 # --- The pages -----------------------------------------------------------------------------------------
 
 
-def page(name: str, block: int = 0) -> dict[str, Any]:
-    code = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.S)[block]
-    assert len(code.splitlines()) <= 60
+def page(name: str) -> dict[str, Any]:
+    """Execute the blocks of a page, and return what they define."""
+    code = re.findall(r"```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), re.S)
     names: dict[str, Any] = dict(torch=torch, math=math)
-    exec(compile(code, f"{name}.md", "exec"), names)
+    exec(compile("\n".join(code), f"{name}.md", "exec"), names)
     return names
 
 
@@ -206,17 +235,19 @@ def test_dsa() -> None:
 
     check_page(dict(causal=True), body, *whole, values(2, SEQ, 2, seed=4))
 
+    def dense(q: Tensor, latent: Tensor, *_: Tensor) -> Tensor:
+        k = latent[:, :, None].expand(-1, -1, HEADS, -1)
+        return softmax_over(q * 0.3, k, k, LOWER)
 
-    dense = lambda plan, q, *others: attend(q, *others, plan, SEQ, 0.3)[0]  # noqa: E731
-    check_dense(dense, lambda q, k, *_: softmax_over(q * 0.3, *[k[:, :, None].expand(-1, -1, HEADS, -1)] * 2, LOWER), *whole,
-                values(2, SEQ, 2, seed=4))  # fmt: skip
+    everything = lambda plan, q, *others: attend(q, *others, plan, SEQ, 0.3)[0]  # noqa: E731
+    check_dense(everything, dense, *whole, values(2, SEQ, 2, seed=4))
 
 
 def test_moba() -> None:
-    blocks = page("sparse", 1)["blocks"]
+    moba = page("sparse")["moba"]
     whole = [values(2, SEQ, HEADS, DIM, seed=i) for i in range(3)]
-    check_page(dict(causal=True), lambda plan, q, k, v: blocks(q, k, v, plan, 3, 2), *whole)
-    dense = lambda plan, q, k, v: blocks(q, k, v, plan, 3, SEQ)  # noqa: E731
+    check_page(dict(causal=True), lambda plan, q, k, v: moba(q, k, v, plan, 3, 2), *whole)
+    dense = lambda plan, q, k, v: moba(q, k, v, plan, 3, SEQ)  # noqa: E731
     check_dense(dense, lambda q, k, v: softmax_over(q * DIM**-0.5, k, v, LOWER), *whole)
 
 
@@ -227,7 +258,7 @@ def test_biases(causal: bool) -> None:
     whole = values(2, SEQ, HEADS, DIM), values(2, SEQ, 2, DIM, seed=1), values(2, SEQ, 2, DIM, seed=2)
 
     def body(plan: ringattn.Plan, q: Tensor, k: Tensor, v: Tensor, pairs: Tensor) -> Tensor:
-        relative = names["relative_bias"](table.expand(plan.seq_len, -1, -1)[0], plan, 12, causal)
+        relative = names["relative_bias"](table, plan, 12, causal)
         both = lambda part: relative(part) + names["pair_bias"](pairs)(part)  # noqa: E731
         return names["attend"](q, k, v, both, plan)
 

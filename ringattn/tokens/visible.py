@@ -29,6 +29,7 @@ from ..dataflow.gathered import fetched_keys
 from ..dataflow.routes import Return, Routes, collected_routes
 from ..layouts import blocks
 from ..layouts.schedule import waves
+from ..memo import on_the_host
 from ..operators import differentiable, differentiable_once
 from ..plans import Plan, once
 from ..training.batch import begins
@@ -92,9 +93,7 @@ def gathered(
 
     def wave(h: slice) -> tuple[Tensor, ...]:
         each = [x.shape[heads] // groups for x in tensors]
-        return tuple(
-            x.narrow(heads, h.start * n, (h.stop - h.start) * n) for x, n in zip(tensors, each, strict=True)
-        )
+        return tuple(x.narrow(heads, h.start * n, (h.stop - h.start) * n) for x, n in zip(tensors, each, strict=True))
 
     ahead = {0: _Moving(plan, wave(cut[0]), dim)}  # exchanges that have been started
 
@@ -159,8 +158,11 @@ def _check(plan: Plan, tensors: Sequence[Any], dim: int, heads: int | None, atte
 def _waves(plan: Plan, tensors: Sequence[Tensor], dim: int, groups: int) -> list[slice]:
     """Return the groups of heads that are in memory together, for the rank that sees most."""
     most = max(sum(run.length for run in runs) for runs in plan.fetches)
-    numbers = [(math.prod((*x.shape[:dim], *x.shape[dim + 1 :])), x) for x in tensors]  # a token's, on an empty rank, too
-    size = sum(n * (x.element_size() + _wide(x.dtype).itemsize * x.requires_grad) for n, x in numbers)
+    numbers = [math.prod((*x.shape[:dim], *x.shape[dim + 1 :])) for x in tensors]  # a token's, on an empty rank, too
+    size = sum(
+        n * (x.element_size() + _wide(x.dtype).itemsize * x.requires_grad)
+        for n, x in zip(numbers, tensors, strict=True)
+    )
     return waves(groups, max(1, most * size // groups), plan.buffer_bytes)
 
 
@@ -171,6 +173,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # --- Tables --------------------------------------------------------------------------------------------
 
 
+@on_the_host
 def _about(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor | None, tuple[tuple[Tensor, Tensor], ...]]:
     """Return positions, documents and intervals of :class:`Visible`."""
     keys = fetched_keys(plan, plan.rank)
@@ -184,6 +187,7 @@ def _about(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor | None, tup
 
 
 @once
+@on_the_host
 def _routes(plan: Plan, device: torch.device) -> tuple[list[Routes], Routes, tuple[int, int]]:
     """Return the routes between nodes, if any, those inside of a node, and the tokens of this rank's shard and of what
     leaves it inside of its node. No rows of the buffer are space, unlike those that kernels read."""
@@ -212,8 +216,8 @@ class _Moving:
         self.exchanges = {}  # by a number that stands for one in the operator; 0 if it starts it itself
         if not torch._C._are_functorch_transforms_active():
             for members in self.kinds.values():
-                key = next(_keys)
-                self.exchanges[key] = _started[key] = _Started(plan, _columns([tensors[i].detach() for i in members], dim))
+                key, rows = next(_keys), _columns([tensors[i].detach() for i in members], dim)
+                self.exchanges[key] = _started[key] = _Started(plan, rows)
 
     def arrived(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the visible part of the same tensors, with their gradients."""
