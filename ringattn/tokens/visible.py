@@ -112,7 +112,7 @@ def gathered(
     for i, h in enumerate(cut):
         # What a wave has fetched is not kept for the backward, which fetches it again, on all ranks to the end.
         with set_checkpoint_early_stop(False):
-            again = torch.is_grad_enabled()
+            again = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
             outputs.append(checkpoint(run, i, *wave(h), use_reentrant=False) if again else run(i, *wave(h)))
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, heads)
