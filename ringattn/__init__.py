@@ -32,14 +32,18 @@ if _TYPE_CHECKING:
     from .generation import decode as decode
     from .tools.check.comparison import NotExact as NotExact
     from .tools.check.comparison import check as check
+    from .tokens.linear import gated_delta_rule as gated_delta_rule
+    from .tokens.linear import kda as kda
+    from .tokens.linear import lightning_attention as lightning_attention
+    from .tokens.linear import ssd as ssd
     from .training.packing import pack as pack
     from .training.packing import pack_stream as pack_stream
 
 __version__ = "0.1.0"
 __all__ = [
     "CacheFull", "KVCache", "NotExact", "Partial", "Plan", "Step", "attention", "batch", "check", "dataflows", "decode",
-    "errors", "host_memory", "install", "loss",
-    "mask", "merge", "pack", "pack_stream", "plan", "use", "wrap",
+    "errors", "gated_delta_rule", "host_memory", "install", "kda", "lightning_attention", "loss",
+    "mask", "merge", "pack", "pack_stream", "plan", "ssd", "use", "wrap",
 ]  # fmt: skip
 
 _ON_DEMAND = {  # names that are imported when they are asked for: where they are
@@ -49,9 +53,13 @@ _ON_DEMAND = {  # names that are imported when they are asked for: where they ar
     "Step": "generation",
     "check": "tools.check.comparison",
     "decode": "generation",
+    "gated_delta_rule": "tokens.linear",
     "install": "adapters.doors",
+    "kda": "tokens.linear",
+    "lightning_attention": "tokens.linear",
     "pack": "training.packing",
     "pack_stream": "training.packing",
+    "ssd": "tokens.linear",
     "use": "adapters.flash",
     "wrap": "adapters.sdpa",
 }

@@ -1,0 +1,223 @@
+"""Layers with a state in place of keys over shards: gated delta rule, KDA, Mamba-2 (SSD) and lightning attention.
+
+All are one recurrence for each head, with a state S (K, V) that is zero where a document begins:
+
+    S_i = exp(g_i) S_(i-1) + k_i u_i^T,   o_i = scale S_i^T q_i
+    u_i = v_i                                          without beta: Mamba-2, lightning
+    u_i = beta_i (v_i - (exp(g_i) S_(i-1))^T k_i)      the delta rule
+
+with g a number for each head, or for each of its key channels (KDA). It is computed by chunks (Yang et al.,
+arXiv:2406.06484 and 2412.06464): a chunk gives its outputs as a function of the state before it, and its effect on the
+state as a map of :mod:`.states`; all chunks at once, whatever their documents.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..plans import Plan
+from .states import Affine, before, chunks
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> Tensor:
+    """Return the gated delta rule of a split sequence, documents separated: flash-linear-attention's
+    ``chunk_gated_delta_rule`` with the plan in place of ``cu_seqlens``. All ranks of the plan call this.
+
+    Args:
+        q, k: (batch, local tokens, heads, K).
+        v: (batch, local tokens, value heads, V); value heads are a multiple of heads.
+        g: (batch, local tokens, value heads), finite logarithms of the decay.
+        beta: (batch, local tokens, value heads).
+        scale: of the outputs; None: 1 / sqrt(K).
+        use_qk_l2norm_in_kernel: whether q and k are divided by their norms first.
+
+    Returns:
+        (batch, local tokens, value heads, V) in the dtype of v; padding gets zeros.
+
+    Raises:
+        ValueError: shapes that do not fit, or a striped layout; on every rank.
+    """
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return _run("gated_delta_rule()", q, k, v, g, beta, plan, scale)
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> Tensor:
+    """Return Kimi delta attention of a split sequence: :func:`gated_delta_rule` with a decay for each key channel, g
+    (batch, local tokens, value heads, K). flash-linear-attention's ``chunk_kda``."""
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return _run("kda()", q, k, v, g, beta, plan, scale, by_channel=True)
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    plan: Plan,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """Return Mamba-2's state space duality of a split sequence: mamba-ssm's ``mamba_chunk_scan_combined`` with the plan
+    in place of ``seq_idx``. Gradients of A, D and dt_bias are this rank's part, as of any parameter that ranks share.
+
+    Args:
+        x: (batch, local tokens, heads, P).
+        dt: (batch, local tokens, heads), steps; ``dt_bias`` (heads,) is added and softplus taken if asked for, then
+            they are clamped to ``dt_limit``.
+        A: (heads,), negative.
+        B, C: (batch, local tokens, groups, N); heads are a multiple of groups.
+        D: (heads,) or (heads, P), of x itself, or None.
+
+    Returns:
+        (batch, local tokens, heads, P) in the dtype of x.
+
+    Raises:
+        ValueError: shapes that do not fit, or a striped layout; on every rank.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    out = _run("ssd()", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, plan, 1.0)
+    if D is not None:
+        out = out + x * (D if D.ndim == 2 else D[:, None]).to(wide)
+    return out.to(x.dtype)
+
+
+def lightning_attention(
+    q: Tensor, k: Tensor, v: Tensor, g_gamma: Tensor, plan: Plan, *, scale: float | None = None
+) -> Tensor:
+    """Return lightning attention of a split sequence: linear attention with a constant decay for each head.
+
+    Args:
+        q, k, v: as of :func:`gated_delta_rule`.
+        g_gamma: (value heads,), logarithms of the decay: minus the slopes.
+        scale: of the outputs; None: 1 / sqrt(K).
+    """
+    g = g_gamma.expand(*v.shape[:2], -1)
+    return _run("lightning_attention()", q, k, v, g, None, plan, scale)
+
+
+def _run(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    plan: Plan,
+    scale: float | None,
+    by_channel: bool = False,
+) -> Tensor:
+    """Return the recurrence of the module."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(f"{what} in torch.compile is not supported; call it outside of the compiled function")
+    try:
+        _check(what, q, k, v, g, beta, plan, by_channel)
+        # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
+        table = chunks(plan, 16 if by_channel else 64, q.device)
+    except ValueError as error:  # the other ranks must hear of it
+        plan.refuse(what, error)
+        raise
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
+    index = table.index.expand(q.shape[0], -1, -1, -1)
+
+    def chunked(x: Tensor) -> Tensor:
+        """Return (batch, stretches, chunks, value heads, size, ...) of (batch, tokens, heads, ...)."""
+        x = torch.cat([x.to(wide), x.new_zeros((x.shape[0], 1, *x.shape[2:]), dtype=wide)], 1)[rows, index]
+        return x.movedim(4, 3).repeat_interleave(v.shape[2] // x.shape[4], 3)
+
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v, g = map(chunked, (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g))
+        first = table.first[:, :, :, None, None, None]
+        reads, out, effect = _chunk(q, k, v, g, None if beta is None else chunked(beta), first)
+        prefix = Affine.identity(Affine(*(x[:, :, 0] for x in effect)))
+        prefixes = []
+        for n in range(effect.b.shape[2]):
+            prefixes.append(prefix)
+            prefix = prefix.then(Affine(*(x[:, :, n] for x in effect)))
+        states = Affine(*(torch.stack(x, 2) for x in zip(*prefixes, strict=True)))
+        out = out + reads @ states(before(plan, table, prefix, what)[:, :, None])
+        out = out.movedim(3, 4)  # (batch, stretches, chunks, size, heads, V)
+        flat = out.reshape(out.shape[0], out.shape[1:4].numel(), *out.shape[4:])
+        flat = torch.cat([flat, flat.new_zeros((flat.shape[0], 1, *flat.shape[2:]))], 1)
+        return flat[rows[:, :, 0, 0], table.place.expand(flat.shape[0], -1)].to(dtype)
+
+
+def _chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, first: Tensor
+) -> tuple[Tensor, Tensor, Affine]:
+    """Return what chunks (..., size, K) read of the state S before them, their outputs without it, and their effect.
+
+    Outputs are ``reads @ S + out``. With x_ij = decay from j to i times (x_i . k_j), for j up to i:
+    u = inverse(I + strictly lower beta k_ij) (beta v - beta exp(G) k S), and o = exp(G) q S + q_ij u.
+    """
+    decay = (g if g.ndim == k.ndim else g[..., None]).cumsum(-2)  # G: (..., size, K or 1)
+    lower = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).tril()
+    between = (decay[..., :, None, :] - decay[..., None, :, :]).masked_fill(~lower[..., None], -torch.inf).exp()
+
+    def scores(x: Tensor) -> Tensor:
+        if between.shape[-1] == 1:
+            return (x @ k.mT) * between[..., 0]
+        return torch.einsum("...ik,...jk,...ijk->...ij", x, k, between)
+
+    since, until = decay.exp(), (decay[..., -1:, :] - decay).exp()
+    read, kept = scores(q), (k * until).mT
+    reads, a = q * since, since[..., -1:, :].mT
+    if beta is not None:
+        known = torch.cat([v, k * since], -1) * beta[..., None]
+        solved = torch.linalg.solve_triangular(
+            scores(k) * beta[..., None], known, upper=False, unitriangular=True
+        )  # reads what is below the diagonal
+        v, corrected = solved.split([v.shape[-1], k.shape[-1]], -1)
+        reads = reads - read @ corrected
+        a = torch.diag_embed(a.expand(*k.shape[:-2], k.shape[-1], 1)[..., 0]) - kept @ corrected
+    return torch.where(first, 0, reads), read @ v, Affine(torch.where(first, 0, a), kept @ v)
+
+
+def _check(
+    what: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, plan: Plan, by_channel: bool
+) -> None:
+    batch, tokens = q.shape[0], plan.local_lengths[plan.rank]
+    if q.ndim != 4 or v.ndim != 4 or k.shape != q.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
+        raise ValueError(
+            f"{what} got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} of q, k and v (C, B and x of "
+            "ssd()); they must be (batch, local tokens, heads, dim) with equal q and k and a multiple of their heads in v"
+        )
+    if q.shape[1] != tokens or plan.documents.rows not in (1, batch):
+        raise ValueError(
+            f"{what} got shape {tuple(q.shape)}; rank {plan.rank} of {plan.world_size} holds {tokens} tokens of "
+            f"{plan.documents.rows} rows: shard tensors with plan.shard()"
+        )
+    heads = tuple(v.shape[:3])
+    for name, x, shape in (("g", g, (*heads, k.shape[3]) if by_channel else heads), ("beta", beta, heads)):
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{what} got shape {tuple(x.shape)} of {name}; it must be {shape}")

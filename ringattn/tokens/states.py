@@ -1,0 +1,199 @@
+"""States of linear attention as affine maps, which merge over chunks of tokens, stretches and ranks.
+
+A layer with a state S (K, V) per head, which each token changes by ``S' = A S + B``, does so over any chunk of tokens:
+
+    one token        A = diag(decay) (I - beta k k^T) or a decay alone, B = beta k v^T or k v^T
+    two in a row     (A2, B2) after (A1, B1) = (A2 A1, A2 B1 + B2)
+    a new document   A = 0 at its first chunk: whatever was before is forgotten
+
+The composition is associative, as is that of :class:`..partial.Partial`, but not commutative. So each rank composes
+the chunks of its stretches, runs of neighbouring positions, sends one map per stretch to all, and applies those of
+the stretches before its own, in the order of positions, wherever they lie. Documents need no code of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import plans
+from ..layouts import shards as layouts
+from ..operators import all_to_all, differentiable, differentiable_once, resized
+from ..plans import Plan
+from ..training.batch import begins
+from .exchange import wrong_device
+
+
+class Affine(NamedTuple):
+    """The effect ``S -> a S + b`` of some tokens on a state S (..., K, V). Differentiable.
+
+    Attributes:
+        a: (..., K, K); or a decay (..., K, 1) of each key channel, or (..., 1, 1) of all.
+        b: (..., K, V).
+    """
+
+    a: Tensor
+    b: Tensor
+
+    @classmethod
+    def identity(cls, like: Affine) -> Affine:
+        """Return the neutral element, no tokens, in the shapes and dtype of another map."""
+        a = torch.ones_like(like.a)
+        if like.a.shape[-1] > 1:
+            a = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
+        return cls(a, torch.zeros_like(like.b))
+
+    def then(self, later: Affine) -> Affine:
+        """Return the effect of these tokens and then of later ones."""
+        if later.a.shape[-1] == 1:
+            return Affine(later.a * self.a, later(self.b))
+        a = later.a * self.a.mT if self.a.shape[-1] == 1 else later.a @ self.a
+        return Affine(a, later(self.b))
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """Return the state (..., K, V) after these tokens."""
+        return (self.a * state if self.a.shape[-1] == 1 else self.a @ state) + self.b
+
+
+class Chunks(NamedTuple):
+    """This rank's tokens as chunks of one document each, padded to as many tokens and as many chunks per stretch.
+
+    Attributes:
+        index: (1 or batch, stretches, chunks, size) local indices of tokens; as many as there are tokens: none.
+        first: (1 or batch, stretches, chunks) whether a document begins with the chunk.
+        place: (1 or batch, tokens) where a token lies in the flattened ``index``; its length: nowhere, as padding.
+        counts: stretches of every rank.
+        order: the stretches of all ranks, counted rank by rank, in the order of positions.
+        own: those of this rank, in that order: their places in it.
+    """
+
+    index: Tensor
+    first: Tensor
+    place: Tensor
+    counts: tuple[int, ...]
+    order: Tensor
+    own: Tensor
+
+
+def chunks(plan: Plan, size: int, device: torch.device) -> Chunks:
+    """Return this rank's tokens as chunks of at most ``size`` tokens, made once for a plan and a device.
+
+    Raises:
+        ValueError: a layout whose ranks hold single tokens instead of stretches.
+    """
+    return plan.once(_make, size, device)
+
+
+def _make(plan: Plan, size: int, device: torch.device) -> Chunks:
+    if any(run.step > 1 and len(run) > 1 for shard in plan.shards for run in shard):
+        raise ValueError(
+            f"layout is {plan.layout!r}, whose ranks hold every {max(r.step for s in plan.shards for r in s)}th token; "
+            "states merge over stretches of neighbouring tokens: make the plan with layout='zigzag', 'balanced' or "
+            "'contiguous'"
+        )
+    starts = [run.start for shard in plan.shards for run in shard]
+    order = sorted(range(len(starts)), key=starts.__getitem__)
+    counts = tuple(map(len, plan.shards))
+    own = [order.index(i) for i in range(sum(counts[: plan.rank]), sum(counts[: plan.rank + 1]))]
+
+    shard, documents = plan.shards[plan.rank], begins(plan)
+    positions = layouts.positions(shard)
+    stretch = torch.repeat_interleave(torch.arange(len(shard)), torch.tensor([len(r) for r in shard], dtype=torch.long))
+    rows = []
+    for begin, real in zip(documents.begin, documents.real, strict=True):
+        held = real[positions].nonzero()[:, 0]  # local indices of tokens
+        before = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
+        where = real.nonzero()[:, 0]
+        before[where[1:]] = begin[where[:-1]]
+        p, s = positions[held], stretch[held]
+        new = begin[p] != before[p]  # a document begins
+        cut = new.clone()  # or a stretch
+        cut[:1] = True
+        cut[1:] |= s[1:] != s[:-1]
+        rank = torch.arange(len(p))
+        since = rank - torch.where(cut, rank, 0).cummax(0).values if len(p) else rank
+        chunk = (since % size == 0).cumsum(0) - 1  # of all this rank's tokens in the row
+        opens = (since % size == 0).nonzero()[:, 0]
+        per_stretch = torch.bincount(s[opens], minlength=len(shard))
+        number = chunk - (per_stretch.cumsum(0) - per_stretch)[s]  # in its stretch
+        rows.append((held, s, number, since % size, new, per_stretch))
+    many = max((int(n.max()) for *_, n in rows if len(n)), default=0) or 1
+    width = max((int(within.max()) + 1 for *_, within, _, _ in rows if len(within)), default=1)
+    index = torch.full((len(rows), len(shard), many, width), len(positions))
+    first = torch.zeros(index.shape[:3], dtype=torch.bool)
+    place = torch.full((len(rows), len(positions)), index[0].numel())
+    for i, (held, s, number, within, new, _) in enumerate(rows):
+        index[i, s, number, within] = held
+        first[i, s[new], number[new]] = True
+        place[i, held] = (s * many + number) * width + within
+    tables = (x.to(device) for x in (index, first, place))
+    return Chunks(*tables, counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (order, own)))
+
+
+def before(plan: Plan, table: Chunks, effect: Affine, what: str) -> Tensor:
+    """Return the state (batch, stretches, ..., K, V) that each stretch of this rank begins with. All ranks call this.
+
+    Args:
+        effect: of this rank's stretches, with dims (batch, stretches, ...).
+        what: the call, for errors.
+    """
+    parts = [x.movedim(1, 0) for x in effect]
+    own = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in parts], 1)
+    rows = _gathered(own, sum(table.counts), list(table.counts), what, plan.handle)[table.order]
+    flat = rows.split([x.shape[1:].numel() for x in parts], 1)
+    maps = Affine(*(y.reshape(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)))
+    zero = torch.zeros_like(maps.b[:1]).sum(0)
+    # All of them, also on a rank that uses the first one alone: in the backward every rank takes part.
+    states = itertools.accumulate(zip(*maps, strict=True), lambda state, one: Affine(*one)(state), initial=zero)
+    return torch.stack(list(states))[table.own].movedim(0, 1)
+
+
+# --- Maps of all ranks -----------------------------------------------------------------------------------------------
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("ringattn::gather_states", mutates_args=(), tags=_TAGS)
+def _gather_states(x: Tensor, total: int, counts: list[int], what: str, plan_handle: int) -> Tensor:
+    """Return the rows of all ranks (total, elements), in their order, of this rank's ones."""
+    plan = plans.by_handle(plan_handle)
+    dtype = str(x.dtype).removeprefix("torch.")
+    plan.begin(what, dict(plan=plan.digest, elements=x.shape[1], dtype=dtype), wrong_device(plan, x))
+    return torch.cat(all_to_all(plan, [x.contiguous()] * plan.world_size, 0, counts))
+
+
+@_gather_states.register_fake
+def _gather_states_fake(x, total, counts, what, plan_handle):  # type: ignore[no-untyped-def]
+    return resized(x, 0, total)
+
+
+@torch.library.custom_op("ringattn::gather_states_backward", mutates_args=(), tags=_TAGS)
+def _gather_states_backward(drows: Tensor, counts: list[int], own: int, what: str, plan_handle: int) -> Tensor:
+    plan = plans.by_handle(plan_handle)
+    plan.begin(f"{what} backward", dict(plan=plan.digest, elements=drows.shape[1]), compared=False)
+    pieces = list(drows.contiguous().split(counts))
+    # Summed in the order of ranks, the same on every run
+    return torch.stack(all_to_all(plan, pieces, 0, [own] * plan.world_size)).sum(0)
+
+
+@_gather_states_backward.register_fake
+def _gather_states_backward_fake(drows, counts, own, what, plan_handle):  # type: ignore[no-untyped-def]
+    return resized(drows, 0, own)
+
+
+_sum_states = differentiable_once("linear attention", _gather_states_backward)
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, _, ctx.counts, ctx.what, ctx.plan = inputs
+    ctx.own = x.shape[0]
+
+
+def _gradients(ctx, drows):  # type: ignore[no-untyped-def]
+    return _sum_states(drows, ctx.counts, ctx.own, ctx.what, ctx.plan), None, None, None, None
+
+
+_gathered = differentiable("linear attention", _gather_states, _save, _gradients)

@@ -1,0 +1,116 @@
+"""Linear attention over shards: each layer, layout and number of ranks against the recurrence token by token, and the
+algebra of its states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringattn
+from ringattn import virtual
+from ringattn.tokens import states
+from ringattn.training.batch import begins
+
+SEQ, BATCH, HEADS, GROUPS, KEYS, VALUES = 150, 2, 2, 1, 3, 2
+DOCUMENTS = {
+    "one": None,
+    "packed": torch.arange(SEQ).mul(SEQ - 3).div(900, rounding_mode="floor")[None],
+    "short": (torch.arange(SEQ) // 4)[None],
+    "rows": torch.stack([torch.arange(SEQ) // 70, torch.where(torch.arange(SEQ) < 131, torch.arange(SEQ) // 30, -1)]),
+}
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tensors(layer: str) -> dict[str, Tensor]:
+    """The arguments of a layer, whole: those with tokens, and parameters, which have one dim."""
+    q, k = (randn(BATCH, SEQ, GROUPS, KEYS, seed=s) for s in (1, 2))
+    v, dt = randn(BATCH, SEQ, HEADS, VALUES, seed=3), randn(BATCH, SEQ, HEADS, seed=4)
+    g = -F.softplus(randn(BATCH, SEQ, HEADS, KEYS, seed=5)) / 4
+    if layer == "ssd":
+        parameters = dict(A=-torch.rand(HEADS).double() - 0.1, D=randn(HEADS, seed=6), dt_bias=randn(HEADS, seed=7))
+        return dict(x=v, dt=dt, B=k, C=q, **parameters)
+    if layer == "lightning_attention":
+        return dict(q=q, k=k, v=v, g_gamma=torch.tensor([-0.3, -0.02], dtype=torch.float64))
+    return dict(q=q, k=k, v=v, g=g if layer == "kda" else g[..., 0], beta=dt.sigmoid())
+
+
+def options(layer: str) -> dict[str, Any]:
+    return {"ssd": dict(dt_softplus=True), "lightning_attention": {}}.get(layer, dict(use_qk_l2norm_in_kernel=True))
+
+
+def sequential(layer: str, x: dict[str, Tensor], plan: ringattn.Plan) -> Tensor:
+    """The layer, token by token."""
+    beta, scale = x.get("beta"), KEYS**-0.5
+    if layer == "ssd":
+        dt = F.softplus(x["dt"] + x["dt_bias"])
+        q, k, v, g, scale = x["C"], x["B"], x["x"] * dt[..., None], dt * x["A"], 1.0
+    else:
+        q, k, v, g = x["q"], x["k"], x["v"], x["g"] if "g" in x else x["g_gamma"].expand(BATCH, SEQ, HEADS)
+    if beta is not None:
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    q, k = (y.repeat_interleave(HEADS // GROUPS, 2) for y in (q, k))
+    g = g if g.ndim == 4 else g[..., None]
+    documents = begins(plan)
+    outs, state, last = [], torch.zeros(BATCH, HEADS, KEYS, VALUES, dtype=torch.float64), torch.full((BATCH,), -1)
+    for i in range(SEQ):
+        real, begin = documents.real[:, i].expand(BATCH), documents.begin[:, i].expand(BATCH)
+        state = torch.where((real & (begin != last))[:, None, None, None], 0, state)
+        last = torch.where(real, begin, last)
+        decayed, u = g[:, i].exp()[..., None] * state, v[:, i]
+        if beta is not None:
+            u = beta[:, i, :, None] * (u - torch.einsum("bhkv,bhk->bhv", decayed, k[:, i]))
+        state = torch.where(real[:, None, None, None], decayed + k[:, i, :, :, None] * u[:, :, None], state)
+        out = scale * torch.einsum("bhkv,bhk->bhv", state, q[:, i])
+        outs.append(torch.where(real[:, None, None], out, 0))
+    out = torch.stack(outs, 1)
+    return out + x["D"][:, None] * x["x"] if layer == "ssd" else out
+
+
+def make_plan(group: virtual.VirtualRank, documents: str, layout: str = "zigzag") -> ringattn.Plan:
+    return ringattn.plan(SEQ, group, causal=True, documents=DOCUMENTS[documents], layout=layout)
+
+
+def gradients(call: Callable[..., Tensor], x: dict[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+    leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+    out = call(leaves)
+    return dict(out=out.detach(), **dict(zip(x, torch.autograd.grad(out, list(leaves.values()), dout), strict=True)))
+
+
+LAYERS = ["gated_delta_rule", "kda", "ssd", "lightning_attention"]
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_is_the_recurrence_token_by_token(layer: str, documents: str) -> None:
+    x, dout = tensors(layer), randn(BATCH, SEQ, HEADS, VALUES, seed=9)
+    alone = make_plan(virtual.VirtualRank(0, 1), documents)
+    want = gradients(lambda y: sequential(layer, y, alone), x, dout)
+
+    def body(rank: virtual.VirtualRank) -> list[dict[str, Tensor]]:
+        results = []
+        for layout in ("contiguous", "zigzag", "balanced"):
+            plan = make_plan(rank, documents, layout)
+            own = {name: y if y.ndim == 1 else plan.shard(y) for name, y in x.items()}
+            call = getattr(ringattn, layer)
+            got = gradients(lambda y: call(**y, plan=plan, **options(layer)), own, plan.shard(dout))  # noqa: B023
+            for name, y in got.items():
+                if y.ndim == 1:
+                    plan.transport.all_reduce(y, "sum")
+                else:
+                    got[name] = plan.unshard(y)
+            results.append(got)
+        return results
+
+    for world_size in (1, 2, 3, 4):
+        for got in virtual.run(world_size, body)[0]:
+            for name, y in want.items():
+                torch.testing.assert_close(got[name], y, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}")  # noqa: B023
