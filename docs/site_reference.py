@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 # The page in the order in which names are used: public modules, and names of ringattn below a heading
 _ORDER: tuple[str | tuple[str, ...], ...] = (
     ("Plan and attention", "plan", "Plan", "attention"),
+    ("Linear attention", "gated_delta_rule", "kda", "ssd", "lightning_attention"),
     ("Models and libraries that call other functions", "wrap", "use", "install"),
     "ringattn.loss",
     ("Check", "check", "NotExact"),

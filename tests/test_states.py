@@ -20,7 +20,7 @@ from ringattn.training.batch import begins
 SEQ, BATCH, HEADS, GROUPS, KEYS, VALUES = 150, 2, 2, 1, 3, 2
 DOCUMENTS = {
     "one": None,
-    "packed": torch.arange(SEQ).mul(SEQ - 3).div(900, rounding_mode="floor")[None],
+    "packed": torch.arange(5).repeat_interleave(torch.tensor([70, 1, 3, 66, 10]))[None],
     "short": (torch.arange(SEQ) // 4)[None],
     "rows": torch.stack([torch.arange(SEQ) // 70, torch.where(torch.arange(SEQ) < 131, torch.arange(SEQ) // 30, -1)]),
 }
@@ -36,7 +36,7 @@ def tensors(layer: str) -> dict[str, Tensor]:
     v, dt = randn(BATCH, SEQ, HEADS, VALUES, seed=3), randn(BATCH, SEQ, HEADS, seed=4)
     g = -F.softplus(randn(BATCH, SEQ, HEADS, KEYS, seed=5)) / 4
     if layer == "ssd":
-        parameters = dict(A=-torch.rand(HEADS).double() - 0.1, D=randn(HEADS, seed=6), dt_bias=randn(HEADS, seed=7))
+        parameters = dict(A=torch.tensor([-0.9, -0.2], dtype=torch.float64), D=randn(HEADS, seed=6), dt_bias=randn(HEADS, seed=7))
         return dict(x=v, dt=dt, B=k, C=q, **parameters)
     if layer == "lightning_attention":
         return dict(q=q, k=k, v=v, g_gamma=torch.tensor([-0.3, -0.02], dtype=torch.float64))
@@ -114,3 +114,69 @@ def test_every_layer_is_the_recurrence_token_by_token(layer: str, documents: str
         for got in virtual.run(world_size, body)[0]:
             for name, y in want.items():
                 torch.testing.assert_close(got[name], y, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_ranks_without_tokens_take_part(layer: str) -> None:
+    def body(rank: virtual.VirtualRank) -> dict[str, Tensor]:
+        plan = ringattn.plan(2, rank, causal=True, layout="contiguous")
+        own = {name: y if y.ndim == 1 else plan.shard(y[:, :2]) for name, y in tensors(layer).items()}
+        call = getattr(ringattn, layer)
+        got = gradients(lambda y: call(**y, plan=plan), own, plan.shard(randn(BATCH, 2, HEADS, VALUES, seed=9)))
+        for y in got.values():
+            if y.ndim == 1:
+                plan.transport.all_reduce(y, "sum")
+        return {name: y if y.ndim == 1 else plan.unshard(y) for name, y in got.items()}
+
+    (alone,), (several, *_) = virtual.run(1, body), virtual.run(4, body)
+    for name, y in alone.items():
+        torch.testing.assert_close(several[name], y, rtol=1e-10, atol=1e-10)
+
+
+def test_what_cannot_be_merged_is_refused_on_every_rank() -> None:
+    q, beta = randn(BATCH, SEQ, 2, 3, seed=1), randn(BATCH, SEQ, 2, seed=2)
+
+    def body(rank: virtual.VirtualRank, change: Callable[..., dict[str, Tensor]], **settings: Any) -> list[str]:
+        plan = ringattn.plan(SEQ, rank, causal=True, **settings)
+        own = dict(q=plan.shard(q), k=plan.shard(q), v=plan.shard(q), g=plan.shard(-beta.abs()), beta=plan.shard(beta))
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            ringattn.gated_delta_rule(**{**own, **(change(own) if rank.rank else {})}, plan=plan)
+        return [str(caught.value)]
+
+    cases: list[tuple[str, Callable[..., dict[str, Tensor]], dict[str, Any]]] = [
+        ("layout is 'striped'", lambda own: {}, dict(layout="striped")),
+        ("local tokens, heads, dim", lambda own: dict(v=own["v"][0]), {}),
+        ("local tokens, heads, dim", lambda own: dict(k=own["k"][..., :2]), {}),
+        ("plan.shard()", lambda own: {name: x[:, 1:] for name, x in own.items()}, {}),
+        ("of beta; it must be", lambda own: dict(beta=own["beta"][..., None]), {}),
+    ]
+    for text, change, settings in cases:
+        for message in virtual.run(2, lambda rank: body(rank, change, **settings)):  # noqa: B023
+            assert text in message[0]
+
+
+def test_maps_compose_in_any_grouping_and_have_a_neutral_element() -> None:
+    def maps(*shape: int, seed: int) -> states.Affine:
+        return states.Affine(randn(5, *shape, seed=seed), randn(5, 3, 2, seed=seed + 50))
+
+    kinds = [(1, 1), (3, 1), (3, 3)]
+    state = randn(5, 3, 2, seed=1)
+    for i, (a, b, c) in enumerate((a, b, c) for a in kinds for b in kinds for c in kinds):
+        x, y, z = maps(*a, seed=3 * i), maps(*b, seed=3 * i + 1), maps(*c, seed=3 * i + 2)
+        want = z(y(x(state)))
+        for both in (x.then(y).then(z), x.then(y.then(z))):
+            torch.testing.assert_close(both(state), want, rtol=1e-12, atol=1e-12)
+        neutral = states.Affine.identity(x)
+        for same in (neutral.then(x), x.then(neutral)):
+            torch.testing.assert_close(same(state), x(state), rtol=1e-12, atol=1e-12)
+
+
+def test_strong_decays_neither_overflow_nor_lose_what_is_left() -> None:
+    """exp(-G) of a chunk is infinite: decays are those between two tokens."""
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
+    x = {name: y.float() for name, y in tensors("kda").items()}
+    x["g"] = torch.full_like(x["g"], -50.0)
+    got = gradients(lambda y: ringattn.kda(**y, plan=plan), x, torch.ones(BATCH, SEQ, HEADS, VALUES))
+    assert all(y.isfinite().all() for y in got.values())
+    own = (x["q"] * x["k"]).sum(-1).repeat_interleave(HEADS, 2) * x["beta"] / math.sqrt(KEYS)
+    torch.testing.assert_close(got["out"], own[..., None] * x["v"])

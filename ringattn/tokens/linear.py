@@ -69,7 +69,7 @@ def kda(
     (batch, local tokens, value heads, K). flash-linear-attention's ``chunk_kda``."""
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return _run("kda()", q, k, v, g, beta, plan, scale, by_channel=True)
+    return _run("kda()", q, k, v, g, beta, plan, scale)
 
 
 def ssd(
@@ -134,11 +134,11 @@ def _run(
     beta: Tensor | None,
     plan: Plan,
     scale: float | None,
-    by_channel: bool = False,
 ) -> Tensor:
     """Return the recurrence of the module."""
+    by_channel = what == "kda()"
     if torch.compiler.is_compiling():
-        raise NotImplementedError(f"{what} in torch.compile is not supported; call it outside of the compiled function")
+        raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
         _check(what, q, k, v, g, beta, plan, by_channel)
         # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
@@ -146,14 +146,14 @@ def _run(
     except ValueError as error:  # the other ranks must hear of it
         plan.refuse(what, error)
         raise
-    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    dtype, heads, wide = v.dtype, v.shape[2], torch.promote_types(v.dtype, torch.float32)
     rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
     index = table.index.expand(q.shape[0], -1, -1, -1)
 
     def chunked(x: Tensor) -> Tensor:
         """Return (batch, stretches, chunks, value heads, size, ...) of (batch, tokens, heads, ...)."""
-        x = torch.cat([x.to(wide), x.new_zeros((x.shape[0], 1, *x.shape[2:]), dtype=wide)], 1)[rows, index]
-        return x.movedim(4, 3).repeat_interleave(v.shape[2] // x.shape[4], 3)
+        x = x.to(wide).repeat_interleave(heads // x.shape[2], 2)
+        return torch.cat([x, x.new_zeros((x.shape[0], 1, *x.shape[2:]))], 1)[rows, index].movedim(4, 3)
 
     with torch.autocast(q.device.type, enabled=False):
         q, k, v, g = map(chunked, (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g))

@@ -105,11 +105,11 @@ def _make(plan: Plan, size: int, device: torch.device) -> Chunks:
     rows = []
     for begin, real in zip(documents.begin, documents.real, strict=True):
         held = real[positions].nonzero()[:, 0]  # local indices of tokens
-        before = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
+        previous = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
         where = real.nonzero()[:, 0]
-        before[where[1:]] = begin[where[:-1]]
+        previous[where[1:]] = begin[where[:-1]]
         p, s = positions[held], stretch[held]
-        new = begin[p] != before[p]  # a document begins
+        new = begin[p] != previous[p]  # a document begins
         cut = new.clone()  # or a stretch
         cut[:1] = True
         cut[1:] |= s[1:] != s[:-1]
@@ -184,7 +184,8 @@ def _gather_states_backward_fake(drows, counts, own, what, plan_handle):  # type
     return resized(drows, 0, own)
 
 
-_sum_states = differentiable_once("linear attention", _gather_states_backward)
+_LAYERS = "gated_delta_rule(), kda(), ssd() or lightning_attention()"
+_sum_states = differentiable_once(_LAYERS, _gather_states_backward)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -196,4 +197,4 @@ def _gradients(ctx, drows):  # type: ignore[no-untyped-def]
     return _sum_states(drows, ctx.counts, ctx.own, ctx.what, ctx.plan), None, None, None, None
 
 
-_gathered = differentiable("linear attention", _gather_states, _save, _gradients)
+_gathered = differentiable(_LAYERS, _gather_states, _save, _gradients)

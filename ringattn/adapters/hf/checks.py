@@ -56,7 +56,10 @@ def check_model(model: nn.Module) -> None:
             + "; cross-attention over ranks is not supported"
         )
     mixers = [m for m in model.modules() if _RECURRENT.search(type(m).__name__)]
-    recurrent = sorted({type(m).__name__ for m in mixers if not hybrids.runs(m)})
+    running = [m for m in mixers if hybrids.runs(m)]
+    known = {id(part) for m in running for part in m.modules()}  # and what holds one: a decoder layer, the model
+    known |= {id(m) for m in mixers if any(part is r for part in m.modules() for r in running)}
+    recurrent = sorted({type(m).__name__ for m in mixers if id(m) not in known})
     supported = (*_LAYER_TYPES, *(hybrids.LAYER_TYPES if mixers and not recurrent else ()))
     odd = sorted({str(t) for t in getattr(text, "layer_types", None) or () if t not in supported})
     if odd or recurrent:

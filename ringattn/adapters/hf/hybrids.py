@@ -1,9 +1,12 @@
-"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions or the gated delta rule.
+"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions, the gated delta rule or
+Mamba-2's scan.
 
-Their forwards call two functions of their own file, as kernels can replace them:
+Their forwards call functions of their own file, as kernels can replace them:
 
     causal_conv1d_fn                a convolution over the last tokens: those of other ranks arrive (plan.convolve)
     torch_chunk_gated_delta_rule    a state along the sequence: each rank runs whole rows for some heads (plan.heads)
+    mamba2_chunk_scan               a state along the sequence, merged over ranks (ringattn.ssd)
+    mamba2_split_conv1d_scan_combined   the convolution and the scan in one: not done, so that the layer calls both
 
 Inside a sequence they run over its ranks, otherwise as before. Documents are separated, which transformers does with
 some kernels only.
@@ -21,18 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from ...factory import Plan
+from ...tokens.linear import ssd
 from ...training.batch import begins
 from .active import SEQUENCES
 from .versions import needed
 
 LAYER_TYPES = ("linear_attention", "conv")
 _BOTH = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
+_MAMBA = (_BOTH[0], "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
 _LAYERS = {  # and the functions by which each mixes tokens
     "Lfm2ShortConv": _BOTH[:1],
     "Lfm2MoeShortConv": _BOTH[:1],
     "Qwen3NextGatedDeltaNet": _BOTH,
     "Qwen3_5GatedDeltaNet": _BOTH,
     "Qwen3_5MoeGatedDeltaNet": _BOTH,
+    "OlmoHybridGatedDeltaNet": _BOTH,
+    "BambaMixer": _MAMBA,
+    "FalconH1Mixer": _MAMBA,
+    "GraniteMoeHybridMambaLayer": _MAMBA,
+    "Mamba2Mixer": _MAMBA,
+    "NemotronHMamba2Mixer": _MAMBA,
+    "Zamba2MambaMixer": _MAMBA,
 }
 
 
@@ -45,7 +57,7 @@ def runs(layer: nn.Module) -> bool:
     for name in names:
         function = getattr(module, name)
         if not hasattr(function, "ringattn_replaces"):
-            replacement: Any = (_convolution if name == _BOTH[0] else _delta_rule)(function)
+            replacement: Any = _REPLACEMENTS[name](function)
             replacement.ringattn_replaces = function
             setattr(module, name, replacement)
     return True
@@ -98,6 +110,34 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
         return plan.heads(whole, query, key, value, g, beta), None
 
     return chunk_gated_delta_rule
+
+
+def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
+    def mamba2_chunk_scan(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **kwargs: Any
+    ) -> Tensor:
+        active = SEQUENCES.current()
+        if active is None:
+            return original(hidden_states, dt, A, B, C, chunk_size, **kwargs)  # type: ignore[no-any-return]
+        active.calls += 1
+        if kwargs.get("initial_states") is not None or kwargs.get("return_final_states") or kwargs.get("z") is not None:
+            raise NotImplementedError(
+                "a recurrent state from or for a cache does not run over ranks; pass use_cache=False"
+            )
+        options = {name: kwargs[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in kwargs}
+        return ssd(hidden_states, dt, A, B, C, active.plan, **options)
+
+    return mamba2_chunk_scan
+
+
+def _not_fused(original: Callable[..., Any]) -> Callable[..., Any]:
+    def mamba2_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if SEQUENCES.current() is None else None
+
+    return mamba2_split_conv1d_scan_combined
+
+
+_REPLACEMENTS = dict(zip((*_BOTH, *_MAMBA[1:]), (_convolution, _delta_rule, _scan, _not_fused), strict=True))
 
 
 def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
