@@ -30,12 +30,12 @@ if _TYPE_CHECKING:
     from .generation import KVCache as KVCache
     from .generation import Step as Step
     from .generation import decode as decode
-    from .tools.check.comparison import NotExact as NotExact
-    from .tools.check.comparison import check as check
     from .tokens.linear import gated_delta_rule as gated_delta_rule
     from .tokens.linear import kda as kda
     from .tokens.linear import lightning_attention as lightning_attention
     from .tokens.linear import ssd as ssd
+    from .tools.check.comparison import NotExact as NotExact
+    from .tools.check.comparison import check as check
     from .training.packing import pack as pack
     from .training.packing import pack_stream as pack_stream
 

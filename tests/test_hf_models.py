@@ -1,5 +1,5 @@
 """Models that need more than AttentionInterface, over ranks: tables of attention classes, short convolutions, the gated
-delta rule, losses that are means. scripts/models.py tries all models; here are one or two of each kind."""
+delta rule, Mamba-2, losses that are means. scripts/models.py tries all models; here are one or two of each kind."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ CASES = {  # model types, and the batches that are tried on 1, 2 and 4 ranks
     "falcon": ("packed",),
     "lfm2": ("left", "packed"),
     "qwen3_next": ("plain", "left", "packed"),
+    "bamba": ("left", "packed"),
+    "olmo_hybrid": ("packed",),
+    "granitemoehybrid": ("packed",),
 }
 
 
@@ -97,7 +100,7 @@ def test_refusals_name_the_layers() -> None:
 
     refused("doge", "it computes a mask of its own")
     refused("bloom", "computes its attention by itself")
-    refused("granitemoehybrid", "has layers of type")
+    refused("jamba", "has layers of type")
     config = models.config_of("falcon", True, ())
     config.alibi = True
     model = models.build(config, True, "ringattn")

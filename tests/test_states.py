@@ -36,7 +36,9 @@ def tensors(layer: str) -> dict[str, Tensor]:
     v, dt = randn(BATCH, SEQ, HEADS, VALUES, seed=3), randn(BATCH, SEQ, HEADS, seed=4)
     g = -F.softplus(randn(BATCH, SEQ, HEADS, KEYS, seed=5)) / 4
     if layer == "ssd":
-        parameters = dict(A=torch.tensor([-0.9, -0.2], dtype=torch.float64), D=randn(HEADS, seed=6), dt_bias=randn(HEADS, seed=7))
+        parameters = dict(
+            A=torch.tensor([-0.9, -0.2], dtype=torch.float64), D=randn(HEADS, seed=6), dt_bias=randn(HEADS, seed=7)
+        )
         return dict(x=v, dt=dt, B=k, C=q, **parameters)
     if layer == "lightning_attention":
         return dict(q=q, k=k, v=v, g_gamma=torch.tensor([-0.3, -0.02], dtype=torch.float64))
@@ -139,7 +141,7 @@ def test_what_cannot_be_merged_is_refused_on_every_rank() -> None:
     def body(rank: virtual.VirtualRank, change: Callable[..., dict[str, Tensor]], **settings: Any) -> list[str]:
         plan = ringattn.plan(SEQ, rank, causal=True, **settings)
         own = dict(q=plan.shard(q), k=plan.shard(q), v=plan.shard(q), g=plan.shard(-beta.abs()), beta=plan.shard(beta))
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises(Exception) as caught:
             ringattn.gated_delta_rule(**{**own, **(change(own) if rank.rank else {})}, plan=plan)
         return [str(caught.value)]
 

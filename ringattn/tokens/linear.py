@@ -148,7 +148,7 @@ def _run(
         raise
     dtype, heads, wide = v.dtype, v.shape[2], torch.promote_types(v.dtype, torch.float32)
     rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
-    index = table.index.expand(q.shape[0], -1, -1, -1)
+    index = table.tokens.expand(q.shape[0], -1, -1, -1)
 
     def chunked(x: Tensor) -> Tensor:
         """Return (batch, stretches, chunks, value heads, size, ...) of (batch, tokens, heads, ...)."""
@@ -210,7 +210,7 @@ def _check(
     if q.ndim != 4 or v.ndim != 4 or k.shape != q.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(
             f"{what} got shapes {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)} of q, k and v (C, B and x of "
-            "ssd()); they must be (batch, local tokens, heads, dim) with equal q and k and a multiple of their heads in v"
+            "ssd()); they must be (batch, local tokens, heads, dim), equal for q and k, with a multiple of heads in v"
         )
     if q.shape[1] != tokens or plan.documents.rows not in (1, batch):
         raise ValueError(

@@ -62,15 +62,15 @@ class Chunks(NamedTuple):
     """This rank's tokens as chunks of one document each, padded to as many tokens and as many chunks per stretch.
 
     Attributes:
-        index: (1 or batch, stretches, chunks, size) local indices of tokens; as many as there are tokens: none.
+        tokens: (1 or batch, stretches, chunks, size) local indices of tokens; as many as there are tokens: none.
         first: (1 or batch, stretches, chunks) whether a document begins with the chunk.
-        place: (1 or batch, tokens) where a token lies in the flattened ``index``; its length: nowhere, as padding.
+        place: (1 or batch, tokens) where a token lies in the flattened ``tokens``; its length: nowhere, as padding.
         counts: stretches of every rank.
         order: the stretches of all ranks, counted rank by rank, in the order of positions.
         own: those of this rank, in that order: their places in it.
     """
 
-    index: Tensor
+    tokens: Tensor
     first: Tensor
     place: Tensor
     counts: tuple[int, ...]
@@ -129,8 +129,8 @@ def _make(plan: Plan, size: int, device: torch.device) -> Chunks:
         index[i, s, number, within] = held
         first[i, s[new], number[new]] = True
         place[i, held] = (s * many + number) * width + within
-    tables = (x.to(device) for x in (index, first, place))
-    return Chunks(*tables, counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (order, own)))
+    places = [torch.tensor(x, dtype=torch.long, device=device) for x in (order, own)]
+    return Chunks(index.to(device), first.to(device), place.to(device), counts, places[0], places[1])
 
 
 def before(plan: Plan, table: Chunks, effect: Affine, what: str) -> Tensor:
