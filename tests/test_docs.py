@@ -65,6 +65,7 @@ TESTS = {
     "sparse": ["run_dsa", "run_dsa", "run_moba", "run_moba"],
     "torchtitan": ["test_torchtitan"],
     "training_codes": ["test_shifted_already", "test_windows_and_tokens_before", "test_a_load_balancer"],
+    "hybrids": ["test_a_layer_with_a_state"],
     "trees": ["test_trees"],
     "trainers": ["test_lightning", "test_trainer_of_another_library"],
     "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
@@ -737,6 +738,16 @@ def test_trees() -> None:
         assert position[row].tolist() == list(range(len(row)))
         alone, _ = reference.attention(q[:, row], k[:, row], v[:, row], masks.causal(len(row)))
         assert torch.allclose(out[:, row], alone, atol=1e-12)
+
+
+def test_a_layer_with_a_state() -> None:
+    names: dict[str, Any] = {}
+    exec(code_of("hybrids"), names)
+    x, out = names["x"], names["out"]
+    assert out.shape == x.shape and out.isfinite().all()
+    k = torch.nn.functional.normalize(x[0, 0], dim=-1)  # the first token sees itself alone
+    first = names["beta"][0, 0, :, None] * (k * k).sum(-1, keepdim=True) * x[0, 0] / 4
+    torch.testing.assert_close(out[0, 0], first, rtol=1e-4, atol=1e-5)
 
 
 def test_drafts_of_eagle() -> None:

@@ -27,6 +27,7 @@ CASES = {  # model types, and the batches that are tried on 1, 2 and 4 ranks
     "bamba": ("left", "packed"),
     "olmo_hybrid": ("packed",),
     "granitemoehybrid": ("packed",),
+    "nemotron_h": ("packed",),
 }
 
 

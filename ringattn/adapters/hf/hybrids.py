@@ -29,7 +29,7 @@ from ...training.batch import begins
 from .active import SEQUENCES
 from .versions import needed
 
-LAYER_TYPES = ("linear_attention", "conv")
+LAYER_TYPES = ("linear_attention", "conv", "mlp", "moe")  # the last two see no other token
 _BOTH = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 _MAMBA = (_BOTH[0], "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
 _LAYERS = {  # and the functions by which each mixes tokens
