@@ -744,7 +744,8 @@ def test_a_layer_with_a_state() -> None:
     names: dict[str, Any] = {}
     exec(code_of("hybrids"), names)
     x, out = names["x"], names["out"]
-    assert out.shape == x.shape and out.isfinite().all()
+    assert out.shape == x.shape
+    assert out.isfinite().all()
     k = torch.nn.functional.normalize(x[0, 0], dim=-1)  # the first token sees itself alone
     first = names["beta"][0, 0, :, None] * (k * k).sum(-1, keepdim=True) * x[0, 0] / 4
     torch.testing.assert_close(out[0, 0], first, rtol=1e-4, atol=1e-5)
