@@ -139,14 +139,11 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "Plan.shift": lambda x: KEPT.plan.shift(x),
     "Plan.convolve": lambda x: KEPT.plan.convolve(x.flatten(2), x.new_ones(HEADS * DIM, 3)),
     "Plan.heads": lambda x: KEPT.plan.heads(lambda y: y.cumsum(1), x),
-<<<<<<< HEAD
     "Plan.gathered": lambda x: KEPT.plan.gathered(x, x, heads=2, attend=lambda part: sum(part.tensors)),
-=======
     "gated_delta_rule": lambda x: ringattn.gated_delta_rule(x, x, x, -x[..., 0].abs(), x[..., 1].abs(), KEPT.plan),
     "kda": lambda x: ringattn.kda(x, x, x, -x.abs(), x[..., 1].abs(), KEPT.plan),
     "ssd": lambda x: ringattn.ssd(x, x[..., 0], -x[0, 0, :, 1].abs(), x, x, KEPT.plan, dt_softplus=True),
     "lightning_attention": lambda x: ringattn.lightning_attention(x, x, x, -x[0, 0, :, 0].abs(), KEPT.plan),
->>>>>>> cbf4265 (Mamba-2 layers of transformers over ranks, states merged)
     "Plan.shard_batch": data(lambda p: ringattn.plan(N, documents=IDS // 5).shard_batch(BATCH)),
     "Plan.positions": data(lambda p: p.positions),
     "Plan.positions_k": data(lambda p: p.positions_k),

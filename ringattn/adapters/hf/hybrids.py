@@ -40,11 +40,8 @@ _LAYERS = {  # and the functions by which each mixes tokens
     "Qwen3_5MoeGatedDeltaNet": _BOTH,
     "OlmoHybridGatedDeltaNet": _BOTH,
     "BambaMixer": _MAMBA,
-    "FalconH1Mixer": _MAMBA,
     "GraniteMoeHybridMambaLayer": _MAMBA,
-    "Mamba2Mixer": _MAMBA,
     "NemotronHMamba2Mixer": _MAMBA,
-    "Zamba2MambaMixer": _MAMBA,
 }
 
 
