@@ -154,7 +154,7 @@ def test_fields_of_a_trainjob(tmp_path: Path) -> None:
         "": job, "spec": spec, "runtimeRef": spec["runtimeRef"], "trainer": spec["trainer"], "patch": patch,
         "pod": pod, "container": container,
     }  # fmt: skip
-    assert {name: part.keys() - TRAIN_JOB[name] for name, part in parts.items()} == dict.fromkeys(parts, set())
+    assert {name: part.keys() - TRAIN_JOB[name] for name, part in parts.items()} == {name: set() for name in parts}
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", job["metadata"]["name"])
     assert [patch["trainingRuntimeSpec"].keys(), template.keys(), template["spec"].keys()] == [
