@@ -146,6 +146,11 @@ def test_refusals() -> None:
     chunked = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
     with pytest.raises(NotImplementedError, match="chunks of 8"), ringattn.hf.generation(chunked, prompt(1, 20), rank):
         pass
+    config = transformers.Lfm2Config(**{**small, **heads}, layer_types=["conv", "full_attention"] * 2)
+    hybrid = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
+    says = r"Lfm2ForCausalLM has layers that carry a state .*\(Lfm2ShortConv\)"
+    with pytest.raises(NotImplementedError, match=says), ringattn.hf.generation(hybrid, prompt(1, 20), rank):
+        pass
     long = dict(max_new_tokens=500, do_sample=False, eos_token_id=None)
     short = ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1)
     with short as cache, pytest.raises(ringattn.CacheFull):

@@ -45,6 +45,11 @@ _LAYERS = {  # and the functions by which each mixes tokens
 }
 
 
+def mixers(model: nn.Module) -> list[str]:
+    """Return the names of the layers of a model that mix tokens without attention, and run over ranks."""
+    return sorted({type(layer).__name__ for layer in model.modules()} & _LAYERS.keys())
+
+
 def runs(layer: nn.Module) -> bool:
     """Return whether the layer runs over ranks, after putting the functions of this file in the place of its own."""
     names = _LAYERS.get(type(layer).__name__, ())

@@ -27,7 +27,7 @@ from ...kernels.paged.operands import NEW_TOKENS
 from ...training.rows import attention_mask
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
-from . import checks
+from . import checks, hybrids
 from .models import Kind, entry, unwrapped, watched
 from .versions import found, needed
 
@@ -414,6 +414,12 @@ def generation(
     try:
         needed("transformers", "Cache")
         checks.check_model(model)
+        if names := hybrids.mixers(model):
+            raise NotImplementedError(
+                f"{type(unwrapped(model)).__name__} has layers that carry a state from token to token "
+                f"({', '.join(names)}), and ringattn.hf.generation() keeps keys and values only: training and "
+                "evaluation run over ranks, generate() in one process"
+            )
         for name, value in dict(
             prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens, num_sequences=num_sequences
         ).items():
