@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..memo import lasting
 from ..partial import Partial
 from . import ranking
 from .contract import Block, Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
@@ -115,9 +116,6 @@ Operator = Flash | Cudnn
 OPERATORS: dict[str, Operator] = {"flash": Flash(), "cudnn": Cudnn()}
 
 
-# --- what they can do ---------------------------------------------------------------------------------------------
-
-
 def unsupported(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, score: Score, backward: bool) -> str | None:
     """Return None if one of the operators can attend with these tensors, otherwise the reason."""
     if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -150,14 +148,20 @@ def failure(
     torch was built, and on cuDNN. ``impl``: of FlashAttention that is active."""
     if operator.ops is torch.ops.aten and (device.type != "cuda" or torch.version.hip is not None):
         return f"{operator.name} needs a GPU of NVIDIA, not {'HIP' if device.type == 'cuda' else device.type}"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("kernel 'torch' meets a new shape in a CUDA graph: run the step once before the capture")
     heads, kv_heads, dim, dim_v = sizes
-    shapes = (heads, dim), (kv_heads, dim), (kv_heads, dim_v)
-    q, k, v = (torch.zeros(1, 128, *shape, dtype=dtype, device=device) for shape in shapes)
-    part = Part((0, 128), (0, 128), True, None)
     try:
-        out, lse = operator.forward(q, k, v, part, 1.0, None)
-        if backward:
-            operator.backward(out, q, k, v, out, lse.contiguous(), part, 1.0, None)
+        with lasting():  # not part of a call that is recorded
+            for keys, causal in ((128, True), (256, False)):
+                shapes = (128, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim_v)
+                q, k, v = (torch.zeros(1, *shape, dtype=dtype, device=device) for shape in shapes)
+                part = Part((0, 128), (0, keys), causal, None)
+                out, lse = operator.forward(q, k, v, part, 1.0, None)
+                if backward:
+                    operator.backward(out, q, k, v, out, lse.contiguous(), part, 1.0, None)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"{operator.name} does not run here ({(str(error) or type(error).__name__).splitlines()[0][:200]})"
     return None
@@ -168,9 +172,6 @@ def runs(block: Block, batch: int, names: Sequence[str]) -> tuple[str, str]:
     work = work_of(block, batch, tuple(map(OPERATORS.__getitem__, names)))
     used = sorted({f"torch's {launch.operator.name}" for launch in work.launches})
     return (" and ".join(used) or "nothing" if not work.why else "the portable kernel"), work.why
-
-
-# --- attention ----------------------------------------------------------------------------------------------------
 
 
 def work(names: Sequence[str], q: Tensor, keys: Keys, backward: bool) -> Work:

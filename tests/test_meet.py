@@ -410,7 +410,7 @@ def test_a_link_makes_its_mailbox_once_and_never_in_a_capture(monkeypatch: pytes
     board.enter(7.0)
     link = object.__new__(memory.Link)
     link.rank, link.world_size, link.device = 1, 2, CPU
-    link.share, link._board, link._mailbox = "share", board, None  # type: ignore[assignment]
+    link.share, link.board, link._mailbox = "share", board, None  # type: ignore[assignment]
     assert link.mailbox() is None
     capturing[0] = False
     box = link.mailbox()

@@ -307,6 +307,8 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
     with pytest.raises(AssertionError, match="a query is held by no rank, or by two"):
         altered(plan, shards=(shards[1], shards[1], *shards[2:])).verify()
     with pytest.raises(AssertionError, match="a key is held by no rank, or by two"):
+        altered(plan, shards_k=(shards[1], shards[1], *shards[2:])).verify()
+    with pytest.raises(AssertionError, match="not what its mask says"):  # a cache may lack keys that the mask hides
         altered(plan, shards_k=(shards[0][:1], *shards[1:])).verify()
     for field, shift in (("start", 1), ("end", -1)):
         wrong = altered(plan)

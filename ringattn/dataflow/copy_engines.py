@@ -72,7 +72,10 @@ class CopyEngines(Transfer):
         from ..peer.captured import captured
 
         graph = captured(link) if self.in_graphs else None
-        return self.messages if graph is None else replace(self, link=graph)
+        if graph is None:
+            return self.messages
+        graph.keep(self.plan)  # and the tables of its blocks
+        return replace(self, link=graph)
 
     def prepare(self) -> None:
         _ = self.pattern

@@ -87,8 +87,9 @@ class Captured(Exchanges):
 
     @property
     def counters(self) -> Memo[Any]:  # type: ignore[override]
-        """Completion counters, in every pass others: they are zero where their replay begins."""
-        return Memo(1)
+        """Completion counters, in every pass others: they are zero where their replay begins. They live as long as the
+        pass, whose copies wait for them."""
+        return Memo(1 << 10)
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         self._signals[kind].write(stream, epoch)
@@ -108,6 +109,10 @@ class Captured(Exchanges):
             link.fixed = False
         prepared: T = found.in_graph()
         return prepared
+
+    def keep(self, x: object) -> None:
+        """Keep for ever what replays of the graph read."""
+        self._link.keep(x)
 
     def copy(self, copies: driver.Copies, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
         copies.queue_each(stream, memory)

@@ -148,6 +148,7 @@ class FetchBuffers:
         numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
         self.pulled = numbers.reshape(-1, 4).T
         self._stages: Memo[driver.Copies] = Memo(4 * len(waves))
+        self._in_graph: FetchBuffers | None = None
         self._use_flags(0)
 
     def _use_flags(self, which: int) -> None:
@@ -156,10 +157,11 @@ class FetchBuffers:
         self._group_flags: Memo[driver.Words] = Memo(16 * len(self.waves))
 
     def in_graph(self) -> FetchBuffers:
-        """Return the same addresses with the ready flags of captured graphs."""
-        other = copy.copy(self)
-        other._use_flags(1)
-        return other
+        """Return the same addresses with the ready flags of captured graphs, the same object in every call."""
+        if self._in_graph is None:
+            self._in_graph = copy.copy(self)
+            self._in_graph._use_flags(1)
+        return self._in_graph
 
     @functools.cached_property
     def own_runs(self) -> RunTable:
