@@ -117,6 +117,7 @@ def test_bytes_are_those_of_the_dataflow_gather(name: str, layout: str, monkeypa
 def test_the_next_wave_arrives_while_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the backward fetches each wave again, the last one first."""
     events: list[str] = []
+    early: list[bool | None] = []
     start = virtual.VirtualRank._start
 
     def noted(self: virtual.VirtualRank, sends: Any, receives: Any) -> Any:
@@ -131,6 +132,7 @@ def test_the_next_wave_arrives_while_one_is_used(monkeypatch: pytest.MonkeyPatch
 
         def attend(part: Any) -> Tensor:
             events.extend([f"wave {part.share[0]}"] * (group.rank == 0))
+            early.append(torch.utils.checkpoint._enable_checkpoint_early_stop)  # of the process: the caller's alone
             return part.tensors[0].square()
 
         out = plan.gathered(x, heads=2, attend=attend)
@@ -141,6 +143,7 @@ def test_the_next_wave_arrives_while_one_is_used(monkeypatch: pytest.MonkeyPatch
     before, after = " ".join(events).split(" backward ")
     assert before == "exchange exchange wave 0 exchange wave 1 wave 2"
     assert after == " ".join(f"exchange wave {i} exchange" for i in (2, 1, 0))
+    assert {*early, torch.utils.checkpoint._enable_checkpoint_early_stop} == {None}
 
 
 def test_ranks_without_tokens() -> None:

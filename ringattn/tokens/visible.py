@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from .. import plans
 from ..dataflow.gather import transfer_of
@@ -111,9 +111,9 @@ def gathered(
     outputs = []
     for i, h in enumerate(cut):
         # What a wave has fetched is not kept for the backward, which fetches it again, on all ranks to the end.
-        with set_checkpoint_early_stop(False):
-            again = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-            outputs.append(checkpoint(run, i, *wave(h), use_reentrant=False) if again else run(i, *wave(h)))
+        again = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+        how = functools.partial(checkpoint, run, use_reentrant=False, early_stop=False) if again else run
+        outputs.append(how(i, *wave(h)))
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, heads)
     return tuple(torch.cat(y, heads) for y in zip(*outputs, strict=True))
