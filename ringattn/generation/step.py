@@ -161,7 +161,7 @@ class Step:
 
         Raises:
             RuntimeError: there is no room for them, or the step cannot be used any more; or it was made when a sequence
-            had fewer tokens than the cache's sinks.
+                had fewer tokens than the cache's sinks.
         """
         if self._problem:
             raise RuntimeError(self._problem)
