@@ -32,10 +32,10 @@ class Row(NamedTuple):
     fastest: tuple[str, ...]
 
 
-# The first row that fits counts. Only sm_90 is measured (docs/numbers.md), where "auto" takes the Hopper kernels and
-# this is the order of the operators of kernel="torch". FlashAttention-2 was written for sm_80, and cuDNN has kernels of
-# its own for the matrix units of sm_90 and sm_100.
-KNOWN = (
+# The first row that fits counts. Only sm_90 is measured (docs/lab/kernels_portable.md), where "auto" takes the Hopper
+# kernels and this is the order of the operators of kernel="torch". FlashAttention-2 was written for sm_80, and cuDNN
+# has kernels of its own for the matrix units of sm_90 and sm_100.
+DEFAULT_ORDER = (
     Row((9, 10), 128, PASSES, ("cudnn", "flash", "triton")),
     Row((9, 10), 256, ("forward",), ("cudnn", "flash", "triton")),
     Row((8, 9, 10, 11, 12), 512, PASSES, ("flash", "cudnn", "triton")),
@@ -67,7 +67,7 @@ def _order(device: torch.device, head_dim: int, which: str, impl: str | None) ->
     if device.type != "cuda" or torch.version.hip is not None:
         return ("triton", *OPERATORS)
     major, _ = torch.cuda.get_device_capability(device)
-    fitting = (x.fastest for x in KNOWN if major in x.majors and head_dim <= x.head_dim and which in x.passes)
+    fitting = (x.fastest for x in DEFAULT_ORDER if major in x.majors and head_dim <= x.head_dim and which in x.passes)
     known = next(fitting, ("triton", *OPERATORS))
     rates = measured(torch.cuda.get_device_name(device))
     dim = min((d for d, one in rates if one == which and d >= head_dim), default=0)

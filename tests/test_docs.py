@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import ringattn
 from ringattn import mask as masks
 from ringattn import reference, virtual
-from ringattn.adapters import doors
+from ringattn.adapters import doors, replacing
 from ringattn.virtual import VirtualRank
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -515,7 +515,7 @@ def _diffusers_pipeline() -> tuple[Tensor, Tensor]:
     prompt |= {"prompt_embeds": torch.randn(1, 512, 8), "guidance_scale": 1.0}  # a larger one multiplies rounding
     whole = diffusers.WanPipeline(**parts)(**prompt, generator=torch.Generator().manual_seed(0)).frames
     tiny = staticmethod(lambda name, dtype: diffusers.WanPipeline(**parts).to(dtype))  # nothing is downloaded
-    with doors.replaced(diffusers.WanPipeline, "from_pretrained", tiny):
+    with replacing.replaced(diffusers.WanPipeline, "from_pretrained", tiny):
         try:
             return whole, run("diffusers", name="tiny", dtype=torch.float32, device="cpu", prompt=prompt)["video"]
         finally:

@@ -188,7 +188,7 @@ REFUSALS = (
     "6 keys and a mask",
     "3 keys and no mask",
     "dropout_p=0.1",
-    "2 heads of keys",
+    "query has 4 heads and key 2; pass enable_gqa=True",
 )
 
 

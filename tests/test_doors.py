@@ -11,13 +11,13 @@ from importlib import import_module
 import pytest
 
 import ringattn
-from ringattn.adapters import doors
+from ringattn.adapters import doors, replacing
 
 
 def test_a_door_is_open_once_and_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     place = types.SimpleNamespace(attend="theirs")
     module = types.ModuleType("ringattn.adapters.doors.some")
-    module.door = lambda value="ours": doors.replaced(place, "attend", value)  # type: ignore[attr-defined]
+    module.door = lambda value="ours": replacing.replaced(place, "attend", value)  # type: ignore[attr-defined]
     monkeypatch.setitem(doors.DOORS, "some", "a test's")
     monkeypatch.setattr(doors, "import_module", lambda name, package: module)
     with ringattn.install("some") as opened:
@@ -41,7 +41,7 @@ def test_functions_are_replaced_wherever_they_were_imported(monkeypatch: pytest.
     for module in (here, there):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     here.attend = there.also = attend = lambda: "theirs"  # type: ignore[attr-defined]
-    with doors.everywhere(attend, "ours"):
+    with replacing.everywhere(attend, "ours"):
         assert (here.attend, there.also) == ("ours", "ours")
     assert here.attend is there.also is attend
 
@@ -54,7 +54,7 @@ def test_what_was_inherited_or_absent_is_so_again() -> None:
         pass
 
     for name in ("attend", "absent"):
-        with doors.replaced(Derived, name, "ours"):
+        with replacing.replaced(Derived, name, "ours"):
             assert getattr(Derived, name) == "ours"
         assert name not in vars(Derived)
 

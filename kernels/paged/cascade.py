@@ -10,7 +10,7 @@ the new tokens of one row, so that a tile of keys meets the queries of all of th
 
 (Juravsky et al. 2024, "Hydragen", arXiv:2402.05099.) With a fixed split or ALiBi each row attends to all of its slots
 by itself: a fixed split promises the same bits in any batch, and slopes need positions of new tokens one by one. A rank
-finds the groups among its own pages. The sinks beside a window are added in the same way, row by row.
+finds the groups among its own pages. Attention sinks are added to a sliding window in the same way, row by row.
 """
 
 from __future__ import annotations

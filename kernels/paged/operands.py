@@ -108,8 +108,8 @@ class Tables:
         first_new: (batch,), the slot of the first new token, or the number of tokens here if another rank takes them.
         position: (batch, new) of the new tokens, consecutive.
         shared: prefixes that rows share, or None. Only :mod:`.cascade` reads it: the other tables are complete.
-        sinks: the tables of the first slots of each row that a token sees beside these, or None; only :mod:`.cascade`
-            reads them. They stay as they are when a step advances.
+        sinks: the tables of each row's attention sinks, slots that a token sees besides its window, or None; only
+            :mod:`.cascade` reads them. They stay as they are when a step advances.
         memo: where kernels keep scratch memory for this step.
 
     With a tree (batch, new) int64 new token i sees new token j if bit j of ``tree[b, i]`` is set, j <= i. Its depth d

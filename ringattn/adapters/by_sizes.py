@@ -63,6 +63,8 @@ def with_bias(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> tuple[T
             Differentiable.
         scale: the softmax scale.
 
+    The mask becomes one more component of keys, so that it is rounded to their dtype.
+
     Raises:
         NotImplementedError: another shape, such as of a mask that is not the same for all queries.
     """

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ..factory import Plan
 from ..factory import plan as make_plan
-from ..functional import attention
 from ..memo import untraced
 from ..training.loss import reduced
 from .recomputation import Scope
 from .same_mask import check_dropout
+from .sdpa import attend, check_heads
 
 
 class Block:
@@ -74,20 +74,11 @@ class Block:
                 "and padding are read from models of transformers; for other models use ringattn.wrap()"
             )
         check_dropout("scaled_dot_product_attention", given.get("dropout_p", 0.0))
-        heads, kv_heads = query.shape[-3], key.shape[-3]
-        if query.ndim != 4 or (heads != kv_heads and not given.get("enable_gqa")):
-            raise ValueError(
-                f"scaled_dot_product_attention got a query of shape {tuple(query.shape)} and {kv_heads} heads of keys; "
-                "in context_parallel it takes (batch, heads, local tokens, head_dim), and enable_gqa=True for fewer "
-                "heads of keys"
-            )
+        check_heads(query, key, bool(given.get("enable_gqa")))
         plan = self.plan
         if not given.get("is_causal"):
             plan = self._full = self._full or make_plan(self.seq_len, self.mesh, **self.options)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = attention(q, k, v, plan, softmax_scale=given.get("scale"))
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2)
+        return attend(plan, query, key, value, given.get("scale"))
 
     @untraced
     def mean(self, summed: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

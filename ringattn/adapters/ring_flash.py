@@ -113,18 +113,17 @@ def attend(
     check_dropout("ring_flash_attn", dropout_p)
     transport = transports.of(group)
     window = window_size[0], 0 if causal else window_size[1]
-    key = transport.serial, cut, documents, window, deterministic
-    made = _plans.get(key)
-    if made is None:
-        made = plan(
+    made = _plans.once(
+        (transport.serial, cut, documents, window, deterministic),
+        lambda: plan(
             documents[-1],
             transport,
             cu_seqlens=documents if len(documents) > 2 else None,
             window_size=window,
             layout=cut(documents, transport.world_size),  # type: ignore[arg-type]
             deterministic=deterministic,
-        )
-        _plans.put(key, made)
+        ),
+    )
     out, lse = attention(
         q, k, v, made, softmax_scale=softmax_scale, alibi_slopes=alibi_slopes, return_lse=True, **score
     )

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..transport import group as transports
+from .replacing import replaced
 from .ring_flash import attend, chunks, llama3_flash_attn_prepare_cu_seqlens
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")  # of transformers, that are substituted
@@ -104,8 +105,7 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> Non
     def forward(*args: Any, **options: Any) -> Any:
         return (ours if RING_ATTN_SWITCH else theirs)(*args, **options)
 
-    flash._flash_attention_forward = forward
-    substituted.callback(setattr, flash, "_flash_attention_forward", theirs)
+    substituted.enter_context(replaced(flash, "_flash_attention_forward", forward))
     for name in NAMES:
         if name not in ALL_ATTENTION_FUNCTIONS:
             continue

@@ -424,11 +424,7 @@ def _scaled_dot_product_attention(
             "the first query with the first key, the plan the last query with the last key; call "
             "ringattn.attention(q, k, v, plan) for the plan's mask"
         )
-    heads, kv_heads = query.shape[-3], key.shape[-3]
-    if heads != kv_heads and not enable_gqa:
-        raise ValueError(f"query has {heads} heads and key {kv_heads}; pass enable_gqa=True")
-    if query.ndim != 4:
-        raise ValueError(f"query has shape {tuple(query.shape)}; it must be (batch, heads, local tokens, head_dim)")
+    check_heads(query, key, enable_gqa)
     _count(torch.compiler.is_compiling())
     if _local.grad and not torch.is_grad_enabled():  # .grad is that of the innermost wrapped forward
         raise NotImplementedError(
@@ -436,6 +432,20 @@ def _scaled_dot_product_attention(
             "function: the backward would compute it again outside of the module, from this rank's tokens only; "
             "checkpoint a module"
         )
+    return attend(plan, query, key, value, scale)
+
+
+def check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    """Raise ValueError unless both are (batch, heads, local tokens, head_dim) with heads that go together."""
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; pass enable_gqa=True")
+    if query.ndim != 4:
+        raise ValueError(f"query has shape {tuple(query.shape)}; it must be (batch, heads, local tokens, head_dim)")
+
+
+def attend(plan: Plan, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Return the attention of shards (batch, heads, local tokens, head_dim), in the order of their dims."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = attention(q, k, v, plan, softmax_scale=scale)
     assert isinstance(out, Tensor)

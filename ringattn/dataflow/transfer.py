@@ -113,7 +113,7 @@ class Transfer:
         return _lines("attends to", self.plan.fetches)
 
     def of(self, call: Call) -> Transfer:
-        """Return the transfer of one call: messages where its tensors have no link, as in the capture of a graph."""
+        """Return the transfer of one call: messages where its tensors have no link."""
         return self
 
     def prepare(self) -> None:

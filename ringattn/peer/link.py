@@ -35,7 +35,7 @@ KEYS, GRADIENTS = range(2)  # regions and epochs: of keys and values, of contrib
 FLAG_WORDS = 8  # int32 numbers from one ready flag to the next: each is in a 32-byte sector of its own
 MAX_RANKS = 64  # on one host
 WORD_BYTES = 32  # from one word to the next: each is in a sector of its own
-_KINDS = 8  # of words: those above, and those of captured graphs
+_KINDS = 2 * len(KIND_NAMES) + 2  # of words: those above, those of captured graphs, and of the meetings of these
 _PAD_BYTES = _KINDS * MAX_RANKS * WORD_BYTES
 _MAX_PREPARED = 256  # shapes; packed documents bring another with every batch
 

@@ -50,8 +50,8 @@ def gated_delta_rule(
         ValueError: shapes that do not fit, or a striped layout; on every rank.
     """
     if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return _run("gated_delta_rule()", q, k, v, g, beta, plan, scale)
+        q, k = _normalized(q), _normalized(k)
+    return _run("gated_delta_rule()", _scaled(q, scale), k, v, g, beta, plan)
 
 
 def kda(
@@ -65,11 +65,24 @@ def kda(
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> Tensor:
-    """Return Kimi delta attention of a split sequence: :func:`gated_delta_rule` with a decay for each key channel, g
-    (batch, local tokens, value heads, K). flash-linear-attention's ``chunk_kda``."""
+    """Return Kimi delta attention of a split sequence: flash-linear-attention's ``chunk_kda`` with the plan in place of
+    ``cu_seqlens``. All ranks of the plan call this.
+
+    Args:
+        g: (batch, local tokens, value heads, K), finite logarithms of the decay of each key channel.
+        Others: as of :func:`gated_delta_rule`, also what is returned and raised.
+    """
     if use_qk_l2norm_in_kernel:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return _run("kda()", q, k, v, g, beta, plan, scale)
+        q, k = _normalized(q), _normalized(k)
+    return _run("kda()", _scaled(q, scale), k, v, g, beta, plan, by_channel=True)
+
+
+def _scaled(q: Tensor, scale: float | None) -> Tensor:
+    return q * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def ssd(
@@ -105,7 +118,7 @@ def ssd(
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    out = _run("ssd()", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, plan, 1.0)
+    out = _run("ssd()", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, plan)
     if D is not None:
         out = out + x * (D if D.ndim == 2 else D[:, None]).to(wide)
     return out.to(x.dtype)
@@ -122,7 +135,7 @@ def lightning_attention(
         scale: of the outputs; None: 1 / sqrt(K).
     """
     g = g_gamma.expand(*v.shape[:2], -1)
-    return _run("lightning_attention()", q, k, v, g, None, plan, scale)
+    return _run("lightning_attention()", _scaled(q, scale), k, v, g, None, plan)
 
 
 def _run(
@@ -133,10 +146,9 @@ def _run(
     g: Tensor,
     beta: Tensor | None,
     plan: Plan,
-    scale: float | None,
+    by_channel: bool = False,
 ) -> Tensor:
-    """Return the recurrence of the module."""
-    by_channel = what == "kda()"
+    """Return the recurrence of the module. ``by_channel``: whether each key channel has a decay of its own."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
@@ -156,7 +168,7 @@ def _run(
         return torch.cat([x, x.new_zeros((x.shape[0], 1, *x.shape[2:]))], 1)[rows, index].movedim(4, 3)
 
     with torch.autocast(q.device.type, enabled=False):
-        q, k, v, g = map(chunked, (q * (q.shape[-1] ** -0.5 if scale is None else scale), k, v, g))
+        q, k, v, g = map(chunked, (q, k, v, g))
         first = table.first[:, :, :, None, None, None]
         reads, out, effect = _chunk(q, k, v, g, None if beta is None else chunked(beta), first)
         prefix = Affine.identity(Affine(*(x[:, :, 0] for x in effect)))

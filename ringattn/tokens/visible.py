@@ -15,7 +15,8 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +89,10 @@ def gathered(
     about = plan.once(_about, tensors[0].device)
     if attend is None or heads is None:
         part = Visible(_Moving(plan, tensors, dim).arrived(tensors), *about)
-        return part if attend is None else _noted(plan, attend, part)
+        if attend is None:
+            return part
+        with _noted(plan):
+            return attend(part)
     cut = _waves(plan, tensors, dim, groups)
 
     def wave(h: slice) -> tuple[Tensor, ...]:
@@ -103,7 +107,8 @@ def gathered(
         if i + 1 < len(cut) and i not in done:
             ahead[i + 1] = _Moving(plan, wave(cut[i + 1]), dim)
         done.add(i)
-        return _noted(plan, attend, Visible(arrived, *about, share=(cut[i].start, cut[i].stop, groups)))
+        with _noted(plan):
+            return attend(Visible(arrived, *about, share=(cut[i].start, cut[i].stop, groups)))
 
     done: set[int] = set()
     if len(cut) == 1:
@@ -119,10 +124,12 @@ def gathered(
     return tuple(torch.cat(y, heads) for y in zip(*outputs, strict=True))
 
 
-def _noted(plan: Plan, attend: Callable[[Visible], Any], part: Visible) -> Any:
+@contextmanager
+def _noted(plan: Plan) -> Iterator[None]:
+    """Tell the other ranks of an error: they wait for this rank's messages."""
     try:
-        return attend(part)
-    except Exception as error:  # the others wait for this rank's next part
+        yield
+    except BaseException as error:
         plan.transport.note_failure(error)
         raise
 
@@ -279,19 +286,13 @@ _started: weakref.WeakValueDictionary[int, _Started] = weakref.WeakValueDictiona
 
 
 def _start(plan: Plan, sends: list[Message], receives: list[Message]) -> Pending:
-    try:
+    with _noted(plan):
         return plan.transport.start(sends, receives)
-    except BaseException as error:
-        plan.transport.note_failure(error)
-        raise
 
 
 def _wait(plan: Plan, moving: Pending) -> None:
-    try:
+    with _noted(plan):
         moving.wait()
-    except BaseException as error:  # others may be at a different message
-        plan.transport.note_failure(error)
-        raise
 
 
 @torch.library.custom_op("ringattn::visible", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))

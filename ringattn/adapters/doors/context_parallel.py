@@ -18,8 +18,8 @@ from torch.distributed.tensor.experimental._attention import context_parallel_un
 from ...factory import Plan
 from ..in_place import BLOCKS, Block
 from ..recomputation import Scope
+from ..replacing import everywhere, inside
 from ..sdpa import _ATTENTION
-from . import everywhere, inside
 
 _log = logging.getLogger(__name__)
 _OPTIONS = ("layout", "dataflow", "deterministic", "local_size")

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from ...functional import attention
 from ..by_sizes import Plans, with_bias
+from ..replacing import replaced
 from ..same_mask import check_dropout
-from . import replaced
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import ring_flash, ring_flash_hf
-from . import replaced
+from ..replacing import replaced
 
 FUNCTIONS = (*[name for name in vars(ring_flash) if name.endswith("_func")], "llama3_flash_attn_prepare_cu_seqlens")
 OF_MODELS = ("substitute_hf_flash_attn", "update_ring_flash_attn_params")

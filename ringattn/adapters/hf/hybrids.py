@@ -30,15 +30,16 @@ from .active import SEQUENCES
 from .versions import needed
 
 LAYER_TYPES = ("linear_attention", "conv", "mlp", "moe")  # the last two see no other token
-_BOTH = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-_MAMBA = (_BOTH[0], "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
+_CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+_SCAN, _FUSED_SCAN = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+_DELTA_NET, _MAMBA = (_CONVOLUTION, _DELTA_RULE), (_CONVOLUTION, _SCAN, _FUSED_SCAN)
 _LAYERS = {  # and the functions by which each mixes tokens
-    "Lfm2ShortConv": _BOTH[:1],
-    "Lfm2MoeShortConv": _BOTH[:1],
-    "Qwen3NextGatedDeltaNet": _BOTH,
-    "Qwen3_5GatedDeltaNet": _BOTH,
-    "Qwen3_5MoeGatedDeltaNet": _BOTH,
-    "OlmoHybridGatedDeltaNet": _BOTH,
+    "Lfm2ShortConv": (_CONVOLUTION,),
+    "Lfm2MoeShortConv": (_CONVOLUTION,),
+    "Qwen3NextGatedDeltaNet": _DELTA_NET,
+    "Qwen3_5GatedDeltaNet": _DELTA_NET,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA_NET,
+    "OlmoHybridGatedDeltaNet": _DELTA_NET,
     "BambaMixer": _MAMBA,
     "GraniteMoeHybridMambaLayer": _MAMBA,
     "NemotronHMamba2Mixer": _MAMBA,
@@ -139,7 +140,7 @@ def _not_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     return mamba2_split_conv1d_scan_combined
 
 
-_REPLACEMENTS = dict(zip((*_BOTH, *_MAMBA[1:]), (_convolution, _delta_rule, _scan, _not_fused), strict=True))
+_REPLACEMENTS = {_CONVOLUTION: _convolution, _DELTA_RULE: _delta_rule, _SCAN: _scan, _FUSED_SCAN: _not_fused}
 
 
 def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:

@@ -19,6 +19,7 @@ from ...transport import group as transports
 from ...virtual import VirtualRank
 from ..in_place import Block
 from ..recomputation import Scope
+from ..replacing import replaced
 from .active import SEQUENCES
 from .called import attending, run
 from .models import shifts, unwrapped
@@ -299,8 +300,7 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
         return object.__new__(stock)
 
     with contextlib.ExitStack() as stack:
-        stack.callback(delattr, PreTrainedModel, "__call__")
-        setattr(PreTrainedModel, "__call__", call)  # noqa: B010
+        stack.enter_context(replaced(PreTrainedModel, "__call__", call))
         with contextlib.suppress(ImportError):
             accelerator = needed("accelerate", "accelerator")
 
@@ -309,8 +309,7 @@ def installed(blocks: Scope[Block], options: Mapping[str, Any]) -> Iterator[None
                     theirs(model)
 
             theirs = accelerator._attach_context_parallel_hooks
-            stack.callback(setattr, accelerator, "_attach_context_parallel_hooks", theirs)
-            accelerator._attach_context_parallel_hooks = attach
+            stack.enter_context(replaced(accelerator, "_attach_context_parallel_hooks", attach))
             stack.enter_context(shared_on_cpus())
             trainer = needed("transformers", "Trainer")
             # Python does not forget that a class has had a __new__: without one it would take no arguments.
@@ -344,11 +343,8 @@ def shared_on_cpus() -> Iterator[None]:
             )
         return mesh_of(parallel, device_type)
 
-    config._validate_accelerator, config.get_device_mesh = check, get_device_mesh
-    try:
+    with replaced(config, "_validate_accelerator", check), replaced(config, "get_device_mesh", get_device_mesh):
         yield
-    finally:
-        config._validate_accelerator, config.get_device_mesh = theirs, mesh_of
 
 
 def _splits(accelerator: Any) -> bool:
