@@ -1,6 +1,7 @@
 """Measure the speed of kernels, links and launches on this machine, for the choice of ``dataflow="auto"``.
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.calibrate
+    torchrun --standalone --nproc-per-node 1 -m benchmarks.calibrate              one GPU: its kernels only
     torchrun --nnodes 2 ... --nproc-per-node 8 -m benchmarks.calibrate            the links between these hosts
     torchrun --standalone --nproc-per-node 2 -m benchmarks.calibrate --device cpu --tokens 64
 
@@ -12,7 +13,7 @@ times with these constants; the two should be close.
 
 Before all that it compares the kernels between which ``kernel="auto"`` chooses on GPUs that are not sm_90, the portable
 ones and FlashAttention and cuDNN of torch, and writes their rates to ``<hostname>-<gpu>-kernels.json`` in the same
-folder, also with one rank.
+folder. With one rank it ends there: nothing is exchanged.
 
 The constants apply to groups of the same number of ranks. One rank of each host writes them to
 ``~/.cache/ringattn/<hostname>-<gpu>-<ranks>.json`` (in XDG_CACHE_HOME if set, or to the file RINGATTN_CALIBRATION). The
@@ -401,14 +402,22 @@ def rank_kernels(machine: Machine) -> None:
         print("\n".join(terminal.table(["TFLOP/s", *KERNELS], rows)))
 
 
-def run(args: argparse.Namespace, device: torch.device) -> Path:
-    """Measure with the default group, write the file and return its path. Every rank must call this."""
+def run(args: argparse.Namespace, device: torch.device) -> Path | None:
+    """Measure with the default group, write the file and return its path; None for one rank, which compares kernels
+    and exchanges nothing. Every rank must call this.
+
+    Raises:
+        SystemExit: one rank without a GPU, where nothing is to be measured.
+    """
     tokens = args.tokens or (8192 if device.type == "cuda" else 128)
     machine = Machine(device, tokens, args.seconds, args.kernel)
     if machine.cuda:
         rank_kernels(machine)
+    if machine.world == 1 and machine.cuda:
+        print("one rank exchanges nothing: start 2 or more to measure links too (torchrun --nproc-per-node)")
+        return None
     if machine.world == 1:
-        raise SystemExit("one rank needs no dataflow; use torchrun --nproc-per-node 2 or more")
+        raise SystemExit("one rank without a GPU has nothing to measure; use torchrun --nproc-per-node 2 or more")
     costs, measured, checked = machine.calibrate()
     gpu = torch.cuda.get_device_name(device) if machine.cuda else "cpu"
     file = cost.path(gpu, machine.world)

@@ -6,7 +6,9 @@ make.
 
 Every implementation is activated with ``torch.nn.attention.activate_flash_attention_impl`` and reached through
 ``scaled_dot_product_attention`` with the flash backend. "FA3" and "FA4" take part if their packages can be imported;
-"torch" is what torch has without any, "cuDNN" its cuDNN backend.
+"torch" is what torch has without any, "cuDNN" its cuDNN backend. The package ``fa3-fwd`` has no backward, which torch's
+registry asks for: its forward is called by itself, as "fa3-fwd". Newer betas of FA4 return more than the two values
+that torch up to 2.13 takes apart: it is given the first two.
 
 First ours is compared with float64, in the forward and all gradients: its relative rms error must be at most twice that
 of the math backend in bfloat16, or 1e-3. The times are medians of launches in a balanced order, as in
@@ -21,10 +23,12 @@ if not __package__:
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.attention as registry
@@ -114,6 +118,7 @@ def runners_of(shape: Shape, mode: str, without: Sequence[str]) -> list[Runner]:
     runners: list[Runner] = []
     first: tuple[Tensor, ...] = ()
     names = [OURS, *(name for name in registry.list_flash_attention_impls() if name != OURS), "torch", "cuDNN"]
+    names += ["fa3-fwd"] if mode == "fwd" else []
     for name in (name for name in names if name not in without):
         launch = functools.partial(attend, name, leaves, shape.mask.causal, dout if mode != "fwd" else None)
         try:
@@ -134,8 +139,13 @@ def runners_of(shape: Shape, mode: str, without: Sequence[str]) -> list[Runner]:
 
 def attend(name: str, inputs: Sequence[Tensor], causal: bool, dout: Tensor | None) -> tuple[Tensor, ...]:
     """Return the output of an implementation, and with ``dout`` the gradients."""
-    activate(name)
     q, k, v = inputs
+    if name == "fa3-fwd":
+        out = importlib.import_module("fa3_fwd_interface").flash_attn_func(
+            *(x.transpose(1, 2) for x in inputs), causal=causal
+        )
+        return ((out[0] if isinstance(out, tuple) else out).transpose(1, 2),)
+    activate(name)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cuDNN" else SDPBackend.FLASH_ATTENTION):
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return (out,) if dout is None else (out.detach(), *torch.autograd.grad(out, inputs, dout))
@@ -149,7 +159,17 @@ def activate(name: str) -> None:
         if wanted is None:
             registry.restore_flash_attention_impl()
         else:
+            if wanted == "FA4":
+                two_values(importlib.import_module("flash_attn.cute.interface"))
             registry.activate_flash_attention_impl(wanted)
+
+
+def two_values(module: Any) -> None:
+    """Let the forward of FlashAttention-4 return what torch takes apart: out and lse."""
+    forward = module._flash_attn_fwd
+    if not hasattr(forward, "two_values"):
+        module._flash_attn_fwd = functools.wraps(forward)(lambda *args, **options: forward(*args, **options)[:2])
+        module._flash_attn_fwd.two_values = True
 
 
 def difference(x: Tensor, y: Tensor) -> float:
