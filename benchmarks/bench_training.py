@@ -32,6 +32,9 @@ times tokens/s/GPU, divided by ``--peak`` TFLOP/s. Memory is the peak of torch's
 memory that ringattn shares between GPUs, which the allocator does not count; ``device`` is all memory in use on the GPU
 at the end.
 
+``--graph`` captures a step, from this rank's tokens to new weights, in a CUDA graph, and the counted steps are its
+replays. The warm-up has whole rows then, and is done twice.
+
 ``--each-switch`` measures ringattn with each switch for less memory (docs/how-to/longest.md) alone and with all of
 them, next to the memory that ringattn.planner predicts.
 
@@ -54,16 +57,18 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringattn
 import ringattn.hf
-from benchmarks import bench_scaling, json_lines, transformer_engine
+from benchmarks import bench_scaling, graphs, json_lines, transformer_engine
 from benchmarks.gradient_norm import gradient_norm
 from benchmarks.json_lines import ROOT
 from benchmarks.peer import CannotRun
@@ -99,7 +104,8 @@ def label(args: argparse.Namespace, how: str) -> str:
     theirs = {"ringattn": mine, "torch-cp": [args.rotate, args.peer_kernel], "ring-flash-attn": [args.peer_kernel]}
     theirs["transformer-engine"] = [args.exchange, "cudnn"]
     theirs["ringattn"] += less_memory.names(args)
-    return "/".join([how, *theirs[how], *(["repeated keys"] if how == "torch-cp" and args.repeat_keys else [])])
+    more = ["repeated keys"] * (how == "torch-cp" and args.repeat_keys) + ["graph"] * args.graph
+    return "/".join([how, *theirs[how], *more])
 
 
 def text_row(texts: list[bytes], tokens: int, index: int, device: torch.device) -> Words:
@@ -189,27 +195,34 @@ def train(
         lines.say(f"{how}: {text}")
     texts = train_hf.documents(None)
 
-    def step(row: Words) -> tuple[float, float, float]:
+    def compute(local: Words) -> tuple[Tensor, Tensor]:
+        """Return the loss and the gradient norm, after new weights."""
+        loss = model(**local).loss
+        loss.backward()
+        norm = gradient_norm(model, group, device)  # as for gradient clipping
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    def step(row: Words, compute: Callable[[Words], tuple[Tensor, ...]]) -> tuple[float, float, float]:
         """Return the loss, the gradient norm, and the seconds of the slowest rank."""
         dist.barrier()
         synchronize(device)
         start = time.perf_counter()
         with contestant.enter(model, row) as local:
-            loss = model(**local).loss
-            loss.backward()
-        norm = gradient_norm(model, group, device)  # as for gradient clipping
-        optimizer.step()
-        optimizer.zero_grad()
+            loss, norm = compute(local)
         mean = ringattn.loss.reduced(loss, mesh, wrapper="averages").item()
         synchronize(device)
         duration = torch.tensor(time.perf_counter() - start, device=device)
         dist.all_reduce(duration, op=dist.ReduceOp.MAX)
-        return mean, norm, duration.item()
+        return mean, norm.item(), duration.item()
 
     for options in optimizer.param_groups:
         options["lr"] = 0.0
-    *_, duration = step(text_row(texts, args.warm_up_tokens, 0, device))
-    lines.say(f"{how}: warm-up of {args.warm_up_tokens} tokens, {duration:.1f} s")
+    for _ in range(1 + args.graph):  # what a capture would have to allocate or compile is there after two
+        with graphs.beside(device):
+            *_, duration = step(text_row(texts, args.warm_up_tokens, 0, device), compute)
+        lines.say(f"{how}: warm-up of {args.warm_up_tokens} tokens, {duration:.1f} s")
     for options in optimizer.param_groups:
         options["lr"] = args.lr
     for state in optimizer.state.values():
@@ -218,8 +231,13 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, norms, seconds = [], [], []
+    counted: Callable[[Words], tuple[Tensor, ...]] = compute
+    if args.graph:  # a capture runs nothing, and is not counted
+        counted = captured = graphs.Replayed(compute)
+        with contestant.enter(model, text_row(texts, args.tokens, 0, device)) as local:
+            captured.capture(local)
     for i in range(args.steps):
-        loss, norm, duration = step(text_row(texts, args.tokens, i, device))
+        loss, norm, duration = step(text_row(texts, args.tokens, i, device), counted)
         losses.append(loss)
         norms.append(norm)
         seconds.append(duration)
@@ -346,6 +364,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=token_count, default=524288, help="tokens of the row, over all ranks")
     parser.add_argument("--warm-up-tokens", type=positive, help="default: a 16th of --tokens")
     parser.add_argument("--steps", type=positive, default=2, help="counted steps, after the warm-up")
+    parser.add_argument("--graph", action="store_true", help="capture the step in a CUDA graph, and replay it")
     parser.add_argument("--layers", type=positive, default=32)
     parser.add_argument("--hidden", type=positive, default=4096)
     parser.add_argument("--intermediate", type=positive, help="default: 3.5 times --hidden")
@@ -388,7 +407,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             f"--vocabulary {args.vocabulary}: must be at least {VOCABULARY}, bytes and the start of a document"
         )
     args.intermediate = args.intermediate or 7 * args.hidden // 2
-    args.warm_up_tokens = args.warm_up_tokens or max(args.tokens // 16, min(args.tokens, 64))
+    if args.graph and args.device != "cuda":
+        parser.error("--graph captures a CUDA graph, and --device is cpu")
+    few = args.tokens if args.graph else max(args.tokens // 16, min(args.tokens, 64))
+    args.warm_up_tokens = args.warm_up_tokens or few
+    if args.graph and args.warm_up_tokens != args.tokens:
+        parser.error(f"--warm-up-tokens {args.warm_up_tokens}: a graph is of one shape; leave it out with --graph")
     args.peer_kernel = args.peer_kernel or ("cudnn" if args.device == "cuda" else "cpu")
     args.each = []
     if args.each_switch:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def gradient_norm(model: nn.Module, group: Any = None, device: torch.device | None = None) -> float:
+def gradient_norm(model: nn.Module, group: Any = None, device: torch.device | None = None) -> Tensor:
     """Return the norm over all parameters, summed in float32 for every dtype. Each rank of ``group`` has a shard of
     each gradient; without a group, this process has all of it. ``device``: where ranks add theirs, by default that of
     the parameters; the GPU, where these wait on the host and the group is NCCL's."""
@@ -22,4 +22,4 @@ def gradient_norm(model: nn.Module, group: Any = None, device: torch.device | No
     if group is not None:
         square = square.to(device)
         dist.all_reduce(square, group=group)
-    return square.sqrt().item()
+    return square.sqrt()

@@ -115,7 +115,7 @@ def curve(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh | Non
                     loss = model(**local, use_cache=False).loss * size  # FSDP averages
                 loss.backward()
             summed += loss.detach()
-        norms.append(gradient_norm(model, mesh.get_group() if mesh is not None else None))
+        norms.append(gradient_norm(model, mesh.get_group() if mesh is not None else None).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(ringattn.loss.reduced(summed, group, wrapper="averages").item())

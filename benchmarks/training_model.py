@@ -103,7 +103,9 @@ def make_model(
 def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
     if args.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=args.lr)
-    return torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True, capturable=args.graph
+    )
 
 
 def flops_per_token(parameters: int, layers: int, heads: int, head_dim: int, tokens: int) -> tuple[int, int]:
