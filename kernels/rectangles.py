@@ -129,7 +129,7 @@ class Work(NamedTuple):
 
 def work_of(block: Block, batch: int, operators: tuple[Any, ...]) -> Work:
     """Return what runs a block with these operators, of which the first one that has a mask takes it. Made once."""
-    key = "torch", batch, *(operator.name for operator in operators)
+    key = "torch", batch, *operators
     return block.memo.once(key, lambda: _work(block, batch, operators))
 
 
@@ -159,16 +159,31 @@ def _work(block: Block, batch: int, operators: tuple[Any, ...]) -> Work:
             if len(parts) <= SINGLE:
                 new = [(operator, elements, [part]) for operator, pieces in filter(None, alone) for part in pieces]
             else:
-                several = next((operator for operator in operators if operator.many), None)
+                several = next((o for o in operators if o.many and all(map(o.split, parts))), None)
                 if several is None:
-                    return portable(f"{operators[0].name} takes one part at a time, and here are {len(parts)}")
+                    what = "has no windows" if operators[0].many else "takes one part at a time"
+                    return portable(f"{operators[0].name} {what}, and here are {len(parts)} parts")
                 kinds: dict[tuple[bool, int | None], list[Part]] = {}
                 for part in parts:
                     kinds.setdefault(part[2:], []).append(part)
                 new = [(several, (b, b + 1), kind) for b in range(*elements) for kind in kinds.values()]
                 if len(kinds) > LAUNCHES:
                     return portable(f"{len(kinds)} kinds of parts")
-            for operator, which, taken in new:
-                launches.append(Launch(operator, which, taken))
+            for operator, which, those in new:
+                launches.append(Launch(operator, which, those))
                 seen[launches[-1].batch, launches[-1].rows] += 1
     return Work(tuple(launches), bool((seen <= 1).all()), bool((seen > 0).all()))
+
+
+def taken(x: Tensor, at: slice | Tensor, lengths: Lengths | None, dim: int = 1) -> Tensor:
+    """Return some tokens, without the batch if there are lengths."""
+    x = x[(slice(None),) * dim + (at,)] if isinstance(at, slice) else x.index_select(dim, at)
+    return x if lengths is None else x[0]
+
+
+def add(total: Tensor, at: slice | Tensor, x: Tensor) -> None:
+    """Add to some tokens."""
+    if isinstance(at, slice):
+        total[:, at].add_(x)
+    else:
+        total.index_add_(1, at, x.to(total.dtype))

@@ -20,7 +20,7 @@ from ..partial import Partial
 from . import ranking
 from .contract import Block, Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 from .delta import begin_backward, output_of_delta
-from .rectangles import Lengths, Part, Work, work_of
+from .rectangles import Lengths, Part, Work, add, taken, work_of
 
 
 class Flash:
@@ -63,8 +63,8 @@ class Flash:
 
     @staticmethod
     def _mask(part: Part) -> tuple[bool, dict[str, int]]:
-        if part.left is None:
-            return part.causal, dict(window_size_left=-1, window_size_right=-1)
+        if part.left is None:  # some refuse infinite windows, too
+            return part.causal, {}
         return False, dict(window_size_left=part.left, window_size_right=0 if part.causal else -1)
 
 
@@ -112,8 +112,18 @@ class Cudnn:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
+class FlashWithoutWindows(Flash):
+    """The same where its windows do not run."""
+
+    ops = property(lambda self: OPERATORS["flash"].ops)
+
+    def split(self, part: Part) -> list[Part] | None:
+        return [part] if part.left is None else None
+
+
 Operator = Flash | Cudnn
 OPERATORS: dict[str, Operator] = {"flash": Flash(), "cudnn": Cudnn()}
+WITHOUT_WINDOWS = FlashWithoutWindows()
 
 
 def unsupported(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, score: Score, backward: bool) -> str | None:
@@ -128,7 +138,7 @@ def unsupported(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, score: Sc
     if score.softmax_scale <= 0:
         return f"softmax_scale {score.softmax_scale} is not positive"
     reasons = _reasons(names, q, k, v, backward)
-    return None if None in reasons.values() else "; ".join(map(str, reasons.values()))
+    return None if None in reasons.values() else "; ".join(map(str, dict.fromkeys(reasons.values())))
 
 
 def _reasons(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, backward: bool) -> dict[Operator, str | None]:
@@ -136,6 +146,8 @@ def _reasons(names: Sequence[str], q: Tensor, k: Tensor, v: Tensor, backward: bo
     impl, order = ranking.active(), ranking.order(q, v, backward)
     sizes = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     operators = [OPERATORS[name] for name in sorted(names, key=order.index)]
+    if "flash" in names:
+        operators.insert(operators.index(OPERATORS["flash"]) + 1, WITHOUT_WINDOWS)
     return {x: x.unsupported(q, v) or failure(x, q.device, q.dtype, sizes, backward, impl) for x in operators}
 
 
@@ -144,7 +156,7 @@ def failure(
     operator: Operator, device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], backward: bool,
     impl: str | None,
 ) -> str | None:  # fmt: skip
-    """Return what an operator says to a small call, None if it runs: which head dims and GPUs it has depends on how
+    """Return what an operator says to small calls, None if it runs: which head dims and GPUs it has depends on how
     torch was built, and on cuDNN. ``impl``: of FlashAttention that is active."""
     if operator.ops is torch.ops.aten and (device.type != "cuda" or torch.version.hip is not None):
         return f"{operator.name} needs a GPU of NVIDIA, not {'HIP' if device.type == 'cuda' else device.type}"
@@ -153,10 +165,12 @@ def failure(
     heads, kv_heads, dim, dim_v = sizes
     try:
         with lasting():  # not part of a call that is recorded
-            for keys, causal in ((128, True), (256, False)):
+            for keys, causal, left in ((128, True, None), (256, False, None), (128, True, 64)):
+                part = Part((0, 128), (0, keys), causal, left)
+                if operator.split(part) is None:
+                    continue
                 shapes = (128, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim_v)
                 q, k, v = (torch.zeros(1, *shape, dtype=dtype, device=device) for shape in shapes)
-                part = Part((0, 128), (0, keys), causal, None)
                 out, lse = operator.forward(q, k, v, part, 1.0, None)
                 if backward:
                     operator.backward(out, q, k, v, out, lse.contiguous(), part, 1.0, None)
@@ -224,7 +238,7 @@ def _results(work: Work, q: Tensor, keys: Keys, score: Score) -> Iterator[tuple[
     for launch in work.launches:
         lengths, (rows, columns) = launch.tables(keys.block, q.device)
         batch, where = launch.batch, launch.rows
-        tensors = [_taken(x[batch], at, lengths) for x, at in ((q, rows), (keys.k, columns), (keys.v, columns))]
+        tensors = [taken(x[batch], at, lengths) for x, at in ((q, rows), (keys.k, columns), (keys.v, columns))]
         out, lse = launch.operator.forward(*tensors, launch.part, score.softmax_scale, lengths)
         if lengths is not None:
             out, lse = out[None], lse[None]
@@ -235,18 +249,11 @@ def _results(work: Work, q: Tensor, keys: Keys, score: Score) -> Iterator[tuple[
         yield (batch, where), Result(out, lse)
 
 
-def _taken(x: Tensor, at: slice | Tensor, lengths: Lengths | None, dim: int = 1) -> Tensor:
-    """Return some tokens, without the batch if there are lengths."""
-    x = x[(slice(None),) * dim + (at,)] if isinstance(at, slice) else x.index_select(dim, at)
-    return x if lengths is None else x[0]
-
-
 def _join(total: Partial, where: Where, part: Result | None, into: Result | None, fresh: bool) -> None:
     """Add finished attention to some queries of a state, or write the sum of both."""
     (m, l, o), (batch, rows) = total, where
     some = Partial(m[batch, :, rows], l[batch, :, rows], o[batch, rows])
-    if into is not None:
-        into = Result(into.out[batch, rows], into.lse[batch, :, rows])
+    into = into and Result(into.out[batch, rows], into.lse[batch, :, rows])
     if o.is_cuda and o.dtype == torch.float32 and has_triton():
         from .triton.joining import join
 
@@ -278,23 +285,16 @@ def backward(
     for launch in work.launches:
         lengths, (rows, columns) = launch.tables(keys.block, q.device)
         batch = launch.batch
-        q_, dout_, out_ = (_taken(x[batch], rows, lengths) for x in (q, dout, out))
-        k_, v_ = (_taken(x[batch], columns, lengths) for x in (keys.k, keys.v))
-        lse_ = _taken(lse[batch], rows, lengths, 2).contiguous()
+        q_, dout_, out_ = (taken(x[batch], rows, lengths) for x in (q, dout, out))
+        k_, v_ = (taken(x[batch], columns, lengths) for x in (keys.k, keys.v))
+        lse_ = taken(lse[batch], rows, lengths, 2).contiguous()
         gradients = launch.operator.backward(dout_, q_, k_, v_, out_, lse_, launch.part, score.softmax_scale, lengths)
         dq_, dk_, dv_ = gradients if lengths is None else (x[None] for x in gradients)
-        _add(dq[batch], rows, dq_)
+        add(dq[batch], rows, dq_)
         if alone and columns == slice(0, keys.k.shape[1]):
             return (dk_, dv_) if delivery.complete else (dk.copy_(dk_), dv.copy_(dv_))
         for total, x in ((dk, dk_), (dv, dv_)):
             if alone:
                 total.zero_()
-            _add(total[batch], columns, x)
+            add(total[batch], columns, x)
     return dk, dv
-
-
-def _add(total: Tensor, at: slice | Tensor, x: Tensor) -> None:
-    if isinstance(at, slice):
-        total[:, at].add_(x)
-    else:
-        total.index_add_(1, at, x.to(total.dtype))

@@ -16,15 +16,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_contract import CASES, DEVICE, attend, gradients, make_problem
+from kernel_contract import CASES, DEVICE, attend, gradients, make_block, make_problem
 from torch import Tensor
 from torch_operators import Exact, stand_in
 
 import ringattn
 from ringattn import mask, virtual
-from ringattn.kernels import ranking, torch_ops
+from ringattn.kernels import ranking, rectangles, torch_ops
 from ringattn.kernels.backends import BACKENDS, choose
-from ringattn.kernels.contract import Result, Score
+from ringattn.kernels.contract import Keys, Result, Score
 from ringattn.kernels.delta import output_of_delta, row_delta
 from ringattn.kernels.rectangles import Part, parts_of, work_of
 from ringattn.partial import Partial
@@ -287,6 +287,37 @@ def test_an_operator_that_is_missing_is_refused_with_its_words(monkeypatch: pyte
     torch_ops.failure.cache_clear()
     monkeypatch.setattr(torch_ops.OPERATORS["cudnn"], "ops", Exact())
     assert choose("torch", q, q, q, Score(1.0), backward=True) is BACKENDS["torch"]
+    torch_ops.failure.cache_clear()
+
+
+def test_a_flash_without_windows_does_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashAttention-4 in torch 2.11, whose backward refuses windows, also infinite ones."""
+
+    class NoWindows(Exact):
+        def _flash_attention_backward(self, *args: Any, **options: Any) -> Any:
+            if options.get("window_size_left") is not None:
+                raise RuntimeError("windowed attention not supported")
+            return super()._flash_attention_backward(*args, **options)
+
+    monkeypatch.setattr(rectangles, "LEAST", 4)
+    torch_ops.failure.cache_clear()
+    monkeypatch.setattr(torch_ops.OPERATORS["flash"], "ops", NoWindows())
+    q = torch.zeros(1, 64, 2, 16, dtype=torch.bfloat16)
+    choose("torch-flash", q, q, q, Score(1.0), backward=True)  # is not refused
+
+    row, flash = torch.arange(64)[None], torch_ops.OPERATORS["flash"]
+    first = row - row % 11  # of six documents
+
+    def runs(backward: bool, start: Tensor, end: Tensor) -> tuple[list[Any], str]:
+        work = torch_ops.work(("flash",), q, Keys(q, q, make_block(start, end, 64)), backward)
+        return [launch.operator for launch in work.launches], work.why
+
+    window = (row - 9).clamp(min=0)
+    assert runs(False, window, row + 1) == ([flash] * 2, "")
+    for start, end in ((0 * row, row + 1), (0 * row, 0 * row + 64), (first, row + 1)):
+        assert runs(True, start, end) == ([torch_ops.WITHOUT_WINDOWS], "")
+    assert runs(True, window, row + 1)[1].startswith("flash has no windows")
+    assert runs(True, (row - 4).maximum(first), row + 1)[1].startswith("flash has no windows, and here are 12 parts")
     torch_ops.failure.cache_clear()
 
 
