@@ -343,8 +343,8 @@ class Triton(_Compiled):
 
 
 class Hopper(_Compiled):
-    """Gluon kernels for sm_90. Ordered blocks, and at some head dims backwards or deterministic ones, run on the
-    portable kernels."""
+    """Gluon kernels for sm_90. Of ordered blocks dq and some others, and at some head dims backwards or deterministic
+    ones, run on the portable kernels."""
 
     package = "hopper"
     waits_for_keys = True
@@ -373,12 +373,12 @@ class Hopper(_Compiled):
         return self._module("backward").backward(queries, keys, score, dq, delivery)
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
-        if keys.block.ordered:
+        if keys.block.ordered and not self._module("forward").has_order(q, keys, score):
             return BACKENDS["triton"]._forward(q, keys, score, state, finalize)
         return super()._forward(q, keys, score, state, finalize)
 
     def _output_into(self, q: Tensor, keys: Keys, score: Score, state: Partial | None, out: Tensor) -> Tensor:
-        if keys.block.ordered:
+        if keys.block.ordered and not self._module("forward").has_order(q, keys, score):
             return super()._output_into(q, keys, score, state, out)
         return self._module("forward").forward(q, keys, score, state, True, out).lse
 
@@ -386,6 +386,9 @@ class Hopper(_Compiled):
         BACKENDS["triton"]._query_gradients(queries, keys, score, dq)
 
     def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
+        module = self._module("backward")
+        if queries.q.shape[-1] in module.KEYS_ALONE and score.plain:
+            return module.key_gradients(queries, keys, score)
         return BACKENDS["triton"]._key_gradients(queries, keys, score)
 
     def reads_in_place(self, k: Tensor, v: Tensor) -> bool:

@@ -343,12 +343,11 @@ class Block:
             speed depends on it.
         max_keys_per_query: the largest number of keys that a query sees over all calls that carry one state; None for
             ``seq_k``.
-        ordered: every sum is taken in tiles that begin at multiples of the tile size, in growing order, through the
-            same instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on
-            its place in these tiles, but not on the other rows of the block.
+        ordered: every sum is taken in tiles that begin at multiples of the tile size, in a fixed order, through the same
+            instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on its
+            place in these tiles, but not on the other rows of the block.
         chunked: these queries may see other chunks of keys, too, so that states are carried.
-        long: with other documents a query may see more than ``LONGEST_SUM`` keys. Kernels that differ in these two are
-            compiled together with the first one.
+        long: with other documents a query may see more than ``LONGEST_SUM`` keys. Both kinds are compiled together.
         others: further intervals per query, of which no two share a key: blocks of the same queries and keys, each a
             walk of its own that carries the state of the walk before (:class:`.backends.Backend`).
 
@@ -401,11 +400,14 @@ class Block:
     def period(self) -> int:
         """Number of keys after which a kernel that adds up on tensor cores flushes its accumulator; 0 for never.
 
-        Tensor cores truncate when they accumulate instead of rounding, so a sum loses in proportion to its length:
-        measured, 1.4e-9 of itself for each key of a product of bf16 random numbers. A sum of ``LONGEST_SUM`` keys has
-        lost 3.7e-4, compared with errors of 2.3e-3 from rounding its result and p.
-        """
+        Tensor cores truncate when they accumulate: measured, a sum loses 1.4e-9 of itself for each key of a product of
+        bf16 random numbers, 3.7e-4 with ``LONGEST_SUM`` keys; rounding its result and p has errors of 2.3e-3."""
         return flush_period(self.seq_k if self.max_keys_per_query is None else self.max_keys_per_query)
+
+    @property
+    def with_full_tiles(self) -> Block:
+        """This block, also if ordered, for a kernel whose instructions are the same in tiles that no mask cuts."""
+        return self.memo.once("with full tiles", lambda: replace(self, ordered=False)) if self.ordered else self
 
     def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the tensors that ``make`` derives from this block, on ``device``; made once under ``what``."""

@@ -68,7 +68,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, change: str = "") -> dict:
     """``copies``: for keys that arrive and gradients that are sent during the kernel. ``change``: of the scores, or
-    "ordered" sums of dq."""
+    "ordered" sums of dq, or dk and dv "alone"."""
     shapes = ((4, dim), (2, dim), (2, dim_v), (4, dim_v))
     q, k, v, dout = (torch.zeros(1, 512, *shape, dtype=getattr(torch, dtype)) for shape in shapes)
     rows = torch.zeros(1, 4, 512)
@@ -86,10 +86,14 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
         patch.setattr(hopper_backward, "work_counter", lambda _: torch.zeros(8, dtype=torch.int32))
         patch.setattr(hopper_backward, "dispatch", lambda kernel, grid, *args, **options: compiled.append(
             sass.compile_for_hopper(kernel, grid, args, options)))  # fmt: skip
-        hopper_backward.launch(
-            Queries(q, dout, rows, rows), Keys(k, v, block, ready), score, torch.zeros(q.shape),
-            tile_scheduler.Split(parts), Delivery("ordered" in change, into, counters, complete="complete" in change),
-        )  # fmt: skip
+        queries, keys = Queries(q, dout, rows, rows), Keys(k, v, block, ready)
+        if change == "alone":
+            hopper_backward.key_gradients(queries, keys, score)
+        else:
+            hopper_backward.launch(
+                queries, keys, score, torch.zeros(q.shape), tile_scheduler.Split(parts),
+                Delivery("ordered" in change, into, counters, complete="complete" in change),
+            )  # fmt: skip
     main = compiled[-1]
     code = [text for _, text in main._instructions]
 
@@ -113,6 +117,7 @@ def compile_report(dim: int, dim_v: int, dtype: str, copies: bool, parts: int, c
         "shared": main.shared,
         "barriers": min(int(at, 16) for at in re.findall(r"SYNCS.EXCH.64 URZ, \[UR\d+\+(0x[0-9a-f]+)\]", main.sass)),
         "reduces": main.sass.count("UTMAREDG"),
+        "products": main.sass.count("HGMMA"),
         "stores": collections.Counter(re.search(r"STG\.E(?:\.(?:U16|64|128))?", t)[0] for t in code if "STG" in t),
         "launch_waits": [i for i, text in enumerate(code) if "ACQBULK" in text],
         "loads": [i for i, text in enumerate(code) if "UTMALDG" in text],
@@ -184,6 +189,7 @@ RELOADS = {
     ((256, 256), "softcap"): 0,
     **{(dims, "alibi"): 0 for dims in hopper_backward.HEAD_DIMS},
     **{((dim, dim), "ordered"): 0 for dim in hopper_backward.IN_ORDER},
+    **{((dim, dim), "alone"): 0 for dim in hopper_backward.KEYS_ALONE},
 }  # fmt: skip
 ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
 
@@ -191,7 +197,9 @@ ALL = bool(os.environ.get("RINGATTN_COMPILE_ALL"))
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("dims", "change"),
-    list(RELOADS) if ALL else [((128, 128), "softcap"), ((192, 128), "alibi"), ((128, 128), "ordered")],
+    list(RELOADS)
+    if ALL
+    else [((128, 128), "softcap"), ((192, 128), "alibi"), ((128, 128), "ordered"), ((128, 128), "alone")],
     ids=str,
 )
 def test_changed_scores_compile_without_serialized_products(dims, change):
@@ -202,6 +210,7 @@ def test_changed_scores_compile_without_serialized_products(dims, change):
     if not sass.OUR_COMPILER:
         pytest.skip(sass.OTHER)
     assert report["reloads"] <= RELOADS[dims, change]
+    assert (report["reduces"] == 0) == (change == "alone")
 
 
 @pytest.mark.long

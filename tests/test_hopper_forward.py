@@ -476,8 +476,28 @@ def test_query_tiles_that_differ_are_not_divided(mask):
     assert hopper_forward.divide_last(block, 128, 128, 2, 132, 0.005) is None
     block = on_host(make_block(*full(2000, 2000), 2000))
     assert hopper_forward.divide_last(block, 128, 128, 2, 132, 0.005) is not None
-    ordered = replace(block, ordered=True)  # its bits would depend on how many query tiles there are
-    assert hopper_forward.divide_last(ordered, 128, 128, 2, 132, 0.005) is None
+
+
+def test_ordered_blocks_have_one_configuration_and_are_not_divided():
+    """The bits of a row would depend on how many query tiles there are, and on what others see in the mean."""
+    narrow = replace(on_host(make_block(*window(2000, 2000, left=100), 2000)), ordered=True)
+    q = torch.empty(1, 2000, 4, 64)
+    config = hopper_forward._config(q, q, narrow)
+    assert (
+        config.block_n
+        == hopper_forward.CONFIGS[64, 64].block_n
+        != hopper_forward._config(q, q, replace(narrow, ordered=False)).block_n
+    )
+    full_block = on_host(make_block(*full(2000, 2000), 2000))
+    assert hopper_forward.divide_last(full_block, 128, 128, 2, 132, config.worth_dividing) is None
+    assert (
+        replace(full_block, ordered=True).with_full_tiles.query_tiles(128, 128)[1].tolist()
+        == full_block.query_tiles(128, 128)[1].tolist()
+    )
+    keys = Keys(q, q, narrow)
+    assert hopper_forward.has_order(q, keys, Score(1.0))
+    assert not hopper_forward.has_order(q, keys, Score(1.0, softcap=5.0))
+    assert not hopper_forward.has_order(q, keys._replace(block=replace(narrow, max_keys_per_query=1 << 20)), Score(1.0))
 
 
 @pytest.mark.parametrize(("mask", "consumers"), [

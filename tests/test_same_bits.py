@@ -280,14 +280,26 @@ def test_layers_of_other_groups_have_other_pieces() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("mask", ["causal", "window", "alibi"])
-def test_compiled_kernels(dtype: torch.dtype, dim: int, mask: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "dtype", "dim", "dim_v"),
+    [
+        *itertools.product(
+            ["causal", "window", "alibi"], [torch.bfloat16, torch.float16, torch.float32], [64, 128], [None]
+        ),
+        *itertools.product(["causal", "full", "documents"], [torch.bfloat16], [96, 128, 256], [None]),
+        ("documents", torch.bfloat16, 192, 128),
+    ],
+)
+def test_compiled_kernels(mask: str, dtype: torch.dtype, dim: int, dim_v: int | None) -> None:
     """Virtual ranks of one GPU, with the kernels that "auto" takes."""
-    seq, how = 3000, dict(causal=True, window_size=(700, -1) if mask == "window" else (-1, -1))
+    seq, how = 3000, dict[str, Any](causal=mask != "full")
+    if mask == "window":
+        how["window_size"] = 700, -1
+    if mask == "documents":
+        how["cu_seqlens"] = [0, 333, 1200, 1201, 2777, 3000]
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(1, seq, h, dim, device="cuda").to(dtype) for h in (8, 2, 2, 8))
+    sizes = (8, dim), (2, dim), (2, dim_v or dim), (8, dim_v or dim)
+    q, k, v, dout = (torch.randn(1, seq, *size, device="cuda").to(dtype) for size in sizes)
     sink = torch.randn(8, device="cuda")
     slopes = torch.rand(8, device="cuda") if mask == "alibi" else None
 

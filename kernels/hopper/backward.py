@@ -27,6 +27,9 @@ The order of the additions to dQ is not fixed: dk and dv have the same bits on e
 opposite one, by a counter for each half of it (``pieces.wait_for_turn``), as FlashAttention does. Programs take key
 tiles in that order and walk the queries in the opposite one, each tile for all query heads in turn. The cut tiles of a
 walk that end it come last, in a third loop.
+
+:func:`key_gradients` walks in that order, too, and leaves out dq: the sums of a key depend on its queries' places in
+tiles and on nothing else, so that they have the same bits wherever the key lies.
 """
 
 from __future__ import annotations
@@ -52,13 +55,17 @@ from .tensor_maps import readable, view
 from .tile_scheduler import Split
 from .work_counter import work_counter
 
-__all__ = ["HEAD_DIMS", "IN_ORDER", "PORTABLE", "backward", "completion_counts", "has_kernel", "unsupported"]
+__all__ = [
+    "HEAD_DIMS", "IN_ORDER", "KEYS_ALONE", "PORTABLE", "backward", "completion_counts", "has_kernel", "key_gradients",
+    "unsupported",
+]  # fmt: skip
 
 PORTABLE = ((512, 512),)  # head dims whose backward runs on the portable kernels
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # of q, k and of v
 PERSISTENT = (64,)  # head dims of q where a CTA takes one program after the other, if dq is added in any order
 MASKS_BY_KEY = (64,)  # head dims of q where cut tiles are hidden by the queries that see each key
 IN_ORDER = (64, 96, 128)  # head dims of q whose dq may be added in a fixed order
+KEYS_ALONE = (96, 128)  # head dims of q that have key_gradients()
 CLUSTERED = (256,)  # head dims of q whose CTAs are launched in clusters
 
 
@@ -79,7 +86,7 @@ def _row_statistics(lse_ptr, delta_ptr, lse_out, delta_out, seq_q, q_tiles, shif
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     """Return None if this kernel can run, otherwise the reason."""
-    return limits.unsupported(q, k, v, HEAD_DIMS + PORTABLE, copies=True)
+    return limits.unsupported(q, k, v, HEAD_DIMS + PORTABLE)
 
 
 def has_kernel(q: Tensor, deterministic: bool) -> bool:
@@ -153,7 +160,7 @@ class _Operands(NamedTuple):
     dout: Tensor
     lse: Tensor  # in base 2, padded to whole tiles of queries, as is minus_delta
     minus_delta: Tensor
-    dq: Tensor
+    dq: Tensor | None  # None for dk and dv alone, in order
     dk: Tensor
     dv: Tensor
     last_dk: Tensor | None  # where the last part of a group stores dk, if not where the others do
@@ -165,6 +172,10 @@ class _Operands(NamedTuple):
     slopes: Tensor | None
     counter: Tensor | None  # of the programs that have been taken, where CTAs take one after the other
     sums: Tensor | None  # how often each half of each tile of dq has been added to, where that is counted
+
+    @property
+    def ordered(self) -> bool:
+        return self.sums is not None or self.dq is None
 
 
 def launch(
@@ -210,6 +221,24 @@ def launch(
     return (dk, dv) if last[0] is None else last  # type: ignore[return-value]
 
 
+def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
+    """Return dk and dv of an ordered block, float32, see :meth:`..backends.Backend.key_gradients`. Head dims of
+    :data:`KEYS_ALONE`, plain scores."""
+    inputs = (queries.q, keys.k, keys.v, queries.dout)
+    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
+    with on_device(q):
+        split = Split(1)  # parts that add to the same sums, or are summed later, depend on how many keys there are
+        dk, dv = _empty_gradients(k, v, split, torch.float32)
+        statistics = _empty_statistics(q, score)
+        _fill(statistics, queries)
+        rows = statistics.lse, statistics.minus_delta
+        operands = _Operands(q, k, v, dout, *rows, None, dk, dv, *(None,) * 9)
+        changes = scores.Changes.of(score, q)
+        kernel, grid, args, constants = _arguments(operands, keys.block.with_full_tiles, score, changes, split, 0)
+        dispatch(kernel, grid, *args, **constants)
+    return dk[0], dv[0]
+
+
 def _empty_statistics(q: Tensor, score: Score) -> Statistics:
     """Return memory for the statistics of whole tiles of queries."""
     height = tile_scheduler.queries_per_step(q)
@@ -251,11 +280,11 @@ def _arguments(
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
     fixed = _fixed(q, score)
     order: tuple[Any, ...] = (None, None, None)
-    if x.sums is None:
+    if not x.ordered:
         sweep = tile_scheduler.order_of_programs(q, k, v, block, split).sweep
     else:
         sweep, descending = tile_scheduler.order_of_sums(q, k, v, block, split, tiles)
-        order = (*first, x.sums, descending)
+        order = (None, None, 0) if dq is None else (*first, x.sums, descending)
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
         of_queries, of_keys = _positions(q, block)
@@ -269,8 +298,8 @@ def _arguments(
     constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4, launch_pdl=True)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(masks, (1, masks.shape[1]))
 
-    def box(tensor: Tensor, columns: int, height: int = BM.value) -> TensorDescriptor | None:
-        return view(tensor, (1, height, 1, columns)) if columns else None
+    def box(tensor: Tensor | None, columns: int, height: int = BM.value) -> TensorDescriptor | None:
+        return view(tensor, (1, height, 1, columns)) if columns and tensor is not None else None
 
     grid = (batch * kv_heads * parts * tiles,)
     if dim == 64:
@@ -326,7 +355,7 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
 def _tables(x: _Operands, block: Block, split: Split) -> tuple[Tensor, ...]:
     sizes = tile_scheduler.keys_per_tile(x.q), tile_scheduler.queries_per_step(x.q)
     by_key = x.q.shape[-1] in MASKS_BY_KEY
-    if x.sums is not None:
+    if x.ordered:
         return tile_scheduler.ordered_key_tile_table(block, *sizes, x.q.device, by_key)
     run = tile_scheduler.order_of_programs(x.q, x.k, x.v, block, split).run
     return tile_scheduler.key_tile_table(block, *sizes, x.q.device, by_key, run)

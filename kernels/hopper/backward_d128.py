@@ -19,6 +19,7 @@ part of the group. dk and dv stay in registers and are stored once::
 * The addresses of tiles that stay in shared memory for the whole loop are computed again in each step
   (``pieces.tile_at``); otherwise the second consumer would reload descriptors from the stack.
 * dQ is staged without bank conflicts: odd rows exchange columns 16 apart (``pieces.stage_dq``).
+* Without a descriptor of dQ there are no writers, and of five products four: dk and dv alone, of ordered blocks.
 
 Named barriers: 4 to 7 half of dS written (two per consumer, even and odd steps), 8, 9 Q read, 10, 11 dO read,
 12, 13 dQ staged (once more when dk and dv are stored and to be counted), 14, 15 dQ sent.
@@ -87,7 +88,7 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = tiles.k[0].dtype
-    DS_STAGES: gl.constexpr = tiles.ds.shape[0] // 2
+    HAS_DQ: gl.constexpr = len(tiles.dq) > 0
     stage, phase = buffer_of(i, 2)
     mbarrier.wait(tiles.dout_full.index(stage), phase)
     minus_delta = tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))
@@ -102,22 +103,29 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
     dv = pieces.accumulate(p16, tiles.dout, stage, dv)
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
     ds = (p * dp).to(dtype) if score.inner is None else multiply_pairs(slope16, dp, dtype)
-    barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
-    tiles.ds.index(_ds_stage(i, DS_STAGES) * 2 + C).store(ds)
+    if HAS_DQ:
+        DS_STAGES: gl.constexpr = tiles.ds.shape[0] // 2
+        barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
+        tiles.ds.index(_ds_stage(i, DS_STAGES) * 2 + C).store(ds)
     ds16 = gl.convert_layout(ds, A_L)
-    fence_async_shared()
-    barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
-    barrier_arrive(DQ_STAGED + C, STAGING)
-    dq = _dq(C, i + DS_STAGES - 1, tiles.k, tiles.ds)
-    dv, p16 = pieces.wait_sums(2, dv, p16)
-    barrier_arrive(DO_FREE + stage, LOADERS)
+    if HAS_DQ:
+        fence_async_shared()
+        barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
+        barrier_arrive(DQ_STAGED + C, STAGING)
+        dq = _dq(C, i + DS_STAGES - 1, tiles.k, tiles.ds)
+        dv, p16 = pieces.wait_sums(2, dv, p16)
+        barrier_arrive(DO_FREE + stage, LOADERS)
     s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
     dk = pieces.accumulate(ds16, tiles.q, stage, dk)
-    dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
-    if score.dk_scale is not None:
-        dq = dq * score.dk_scale
-    barrier_sync(DQ_SENT + C, STAGING)
-    pieces.stage_dq(tiles.dq[C], dq)
+    if HAS_DQ:
+        dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
+        if score.dk_scale is not None:
+            dq = dq * score.dk_scale
+        barrier_sync(DQ_SENT + C, STAGING)
+        pieces.stage_dq(tiles.dq[C], dq)
+    else:
+        dv, p16 = pieces.wait_sums(2 * PIECES, dv, p16)
+        barrier_arrive(DO_FREE + stage, LOADERS)
     if PIECES == 1:
         first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first,)
@@ -157,10 +165,12 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     dk = pieces.zero_sums(tiles.k)
     dv = pieces.zero_sums(tiles.v)
     keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
-    zeros = gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L)
-    tiles.ds.index(tiles.ds.shape[0] - 2 + C).store(zeros)  # "dS of step -1"
-    fence_async_shared()
-    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+    HAS_DQ: gl.constexpr = len(tiles.dq) > 0
+    if HAS_DQ:
+        zeros = gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L)
+        tiles.ds.index(tiles.ds.shape[0] - 2 + C).store(zeros)  # "dS of step -1"
+        fence_async_shared()
+        barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
     s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
@@ -170,17 +180,17 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     s, dk, dv = _walk(C, False, cut_steps, late_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
     if ORDERED:
         s, dk, dv = _walk(C, True, late_steps, steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
-    # dQ of the last step, after that of the step before
-    fence_async_shared()
-    barrier_arrive(DQ_STAGED + C, STAGING)
-    barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
-    dq = warpgroup_mma_wait(0, deps=[_dq(C, last, tiles.k, tiles.ds)])
-    if score.dk_scale is not None:
-        dq = dq * score.dk_scale
-    barrier_sync(DQ_SENT + C, STAGING)
-    pieces.stage_dq(tiles.dq[C], dq)
-    fence_async_shared()
-    barrier_arrive(DQ_STAGED + C, STAGING)
+    if HAS_DQ:  # that of the last step, after that of the step before
+        fence_async_shared()
+        barrier_arrive(DQ_STAGED + C, STAGING)
+        barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
+        dq = warpgroup_mma_wait(0, deps=[_dq(C, last, tiles.k, tiles.ds)])
+        if score.dk_scale is not None:
+            dq = dq * score.dk_scale
+        barrier_sync(DQ_SENT + C, STAGING)
+        pieces.stage_dq(tiles.dq[C], dq)
+        fence_async_shared()
+        barrier_arrive(DQ_STAGED + C, STAGING)
     if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
@@ -192,20 +202,26 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
 
 
 @gluon.jit
+def _of_consumers(desc, rest):
+    """Return the descriptors of dQ, one per consumer: of half of its columns, or of a piece of them; () if there is
+    none."""
+    return () if desc is None else (desc, desc if rest is None else rest)
+
+
+@gluon.jit
 def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
     dtype: gl.constexpr = descs.k[0].dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
     DS_STAGES: gl.constexpr = 4 if descs.positions is None else 3  # 3 are needed; positions take the place of one
-    # Consumer 0 and its writer have the first half or the first piece of dQ's columns.
-    W: gl.constexpr = descs.dq[0].block_type.shape[3]
+    HAS_DQ: gl.constexpr = len(descs.dq) > 0
     boxes = Tiles(
         k=pieces.boxes(descs.k),
         v=pieces.boxes(descs.v),
         q=pieces.boxes(descs.q),
         dout=pieces.boxes(descs.dout),
-        ds=gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L),
-        dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[1])),
+        ds=gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L) if HAS_DQ else (),
+        dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[1])) if HAS_DQ else (),
         lse=pieces.rows(descs.lse),
         delta=pieces.rows(descs.delta),
         bounds=pieces.rows(descs.bounds),
@@ -216,23 +232,37 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         programs=(),
         seen=(),
     )
-    dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
+    dq = ()
+    if HAS_DQ:
+        dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))  # type: ignore[assignment]
     tiles = pieces.matrices(boxes, dq)
     for i in gl.static_range(2):
         mbarrier.init(tiles.kv_full.index(i), count=1)
         mbarrier.init(tiles.q_full.index(i), count=1)
         mbarrier.init(tiles.dout_full.index(i), count=1)
-    gl.warp_specialize(
-        [
-            (_consumer, (0, grid, tiles, score, gradients)),
-            (_consumer, (1, grid, tiles, score, gradients)),
-            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
-            (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ())),
-            (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order, ())),
-        ],
-        [4, 1, 1, 1],
-        [REGISTERS, 24, 24, 24],
-    )
+    if HAS_DQ:  # consumer 0 and its writer have the first half or the first piece of dQ's columns
+        W: gl.constexpr = descs.dq[0].block_type.shape[3]
+        gl.warp_specialize(
+            [
+                (_consumer, (0, grid, tiles, score, gradients)),
+                (_consumer, (1, grid, tiles, score, gradients)),
+                (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+                (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ())),
+                (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order, ())),
+            ],
+            [4, 1, 1, 1],
+            [REGISTERS, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, grid, tiles, score, gradients)),
+                (_consumer, (1, grid, tiles, score, gradients)),
+                (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS)
@@ -264,7 +294,7 @@ def kernel(
             delta=delta_desc,
             bounds=bounds_desc,
             positions=positions_desc,
-            dq=(dq_desc, dq_desc if dq_rest_desc is None else dq_rest_desc),
+            dq=_of_consumers(dq_desc, dq_rest_desc),
             seen=(),
         ),
         Score(

@@ -29,7 +29,7 @@ from ..launch import CLUSTERS, dispatch, on_device
 from . import alibi_product, forward_d512, forward_kernel, limits
 from .forward_kernel import COUNTERS_AT, ROWS
 from .scores import Changes, padded_positions
-from .tensor_maps import view
+from .tensor_maps import readable, view
 from .tile_scheduler import heads_of_longest, mean_keys, processors
 from .work_counter import work_counter
 
@@ -88,6 +88,9 @@ NARROW = {
     (64, 64): Config(consumers=1, block_n=64, stages=2, registers=136, worth_dividing=1.0, per_processor=3),
 }
 MOST_KEYS = 1280
+# Of ordered blocks: the same tiles for all. The kernel walks the keys from the last to the first, and what it computes
+# for a row is the same in tiles that the mask cuts and in others, as tests/test_hopper_forward.py finds on a GPU.
+ORDERED = {dims: config._replace(worth_dividing=1.0) for dims, config in CONFIGS.items() if config.ctas == 1}
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
@@ -95,7 +98,14 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     config = CONFIGS.get((q.shape[-1], v.shape[-1]))
     if config is not None and config.ctas > 1 and not CLUSTERS:
         return f"head dim {q.shape[-1]} needs clusters of CTAs, which Triton {triton.__version__} does not launch"
-    return limits.unsupported(q, k, v, CONFIGS, copies=False)
+    return limits.unsupported(q, k, v, CONFIGS)
+
+
+def has_order(q: Tensor, keys: Keys, score: Score) -> bool:
+    """Return whether an ordered block has the bits that it promises here: not after ALiBi or a softcap, whose tiles go
+    through other instructions if the mask does not cut them, nor where a walk flushes its sums, which counts from its
+    end."""
+    return (q.shape[-1], keys.v.shape[-1]) in ORDERED and score.plain and not keys.block.period
 
 
 def forward(
@@ -106,8 +116,12 @@ def forward(
     Args:
         into: with ``finalize``, where the output is written, contiguous; a new tensor if absent.
     """
-    assert not keys.block.ordered, "which instructions a key tile goes through depends on the rows next to a row"
-    v, sink = keys.v, None if score.sink is None or state is not None else score.sink.contiguous()
+    if keys.ready is not None and not (readable(keys.k) and readable(keys.v)):
+        raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
+    q, k, v = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, *keys[:2]))
+    config = _config(q, v, keys.block)
+    keys = keys._replace(k=k, v=v, block=keys.block.with_full_tiles)
+    sink = None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
     shape = (batch, seq_q, q_heads, v.shape[-1])
     if state is not None:
@@ -121,13 +135,15 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    _run(_Operands(q, keys, sink, state, outputs, finalize), score, _config(q, v, keys.block))
+    _run(_Operands(q, keys, sink, state, outputs, finalize), score, config)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
 def _config(q: Tensor, v: Tensor, block: Block) -> Config:
     """Return how the kernel is launched for these head dims and this mask."""
     dims = q.shape[-1], v.shape[-1]
+    if block.ordered:
+        return ORDERED[dims]
     return NARROW[dims] if dims in NARROW and mean_keys(block) <= MOST_KEYS else CONFIGS[dims]
 
 
@@ -267,7 +283,7 @@ def _variants(x: _Operands, score: Score, changes: Changes, config: Config, coun
     all of that in the other of two configurations."""
     dims = x.q.shape[-1], x.keys.v.shape[-1]
     found = _variants_with(x, score, changes, config)
-    if dims in NARROW:
+    if dims in NARROW and config is not ORDERED[dims]:
         other = CONFIGS[dims] if config is NARROW[dims] else NARROW[dims]
         _, args, constants = _launch(x, changes, other, counter, None, None)
         instead = dict(zip(forward_kernel.kernel.arg_names, args, strict=False), **constants)
@@ -354,7 +370,7 @@ def divide_last(block: Block, block_m: int, block_n: int, n_heads: int, workers:
     """Return how the keys of the last query tiles are divided, those that are fewer than processors; None if that would
     save less than a share ``worth`` of the time, or if query tiles differ, so that light ones come last and fill gaps.
 
-    Not for ordered blocks, and only for those on the CPU: the host does not wait for a GPU."""
+    Only for blocks on the CPU: the host does not wait for a GPU."""
 
     def make() -> Division | None:
         rows, span = block.query_tiles(block_m, block_n)
@@ -363,7 +379,7 @@ def divide_last(block: Block, block_m: int, block_n: int, n_heads: int, workers:
             return None
         return best_division(rows.shape[0] * n_heads, key_tiles[0], workers, worth)
 
-    if block.ordered or block.start.is_cuda or worth >= 1.0:
+    if block.start.is_cuda or worth >= 1.0:
         return None
     return block.memo.once(("last query tiles", block_m, block_n, n_heads, workers), make)
 

@@ -5,14 +5,14 @@ Floating-point sums depend on their order, so that none may depend on where shar
     out, lse, dq    of one query   over the keys that it sees
     dk, dv          of one key     over the queries that see it, of all heads of the group
 
-Each walks over tiles of a grid of global positions, in growing order. For that a rank gathers whole tiles
+Each walks over tiles of a grid of global positions, in a fixed order. For that a rank gathers whole tiles
 (:mod:`.tiles`): of keys and values for its queries, and of q, dout, lse and delta for its keys, so that no sum crosses
 ranks. What a row does not see is an exact zero in its sum: ``exp(-inf) = 0``, ``x * exp(0) + 0 = x``. So it does not
 matter which other rows share its tile, and those are all that layouts and ranks change. Kernels promise the rest
-(``Block.ordered``): tiles in growing order, each through the same instructions, whether or not the mask cuts it.
+(``Block.ordered``): tiles in a fixed order, each through the same instructions, whether or not the mask cuts it.
 
-The price: keys are gathered in the backward again, and queries as well; no message overlaps with computation; every
-tile is masked, and the backward takes 7 products where others take 5. A rank holds all keys or queries that it gathers,
+The price: keys are gathered in the backward again, and queries as well; no message overlaps with computation, and the
+backward takes 7 products where others take 5. A rank holds all keys or queries that it gathers,
 for as many heads at a time as fit in ``plan.buffer_bytes``.
 
 Of a union of intervals per query each member is such a walk of its own, and they are added in the mask's order.
