@@ -343,9 +343,9 @@ class Block:
             speed depends on it.
         max_keys_per_query: the largest number of keys that a query sees over all calls that carry one state; None for
             ``seq_k``.
-        ordered: every sum is taken in tiles that begin at multiples of the tile size, in a fixed order, through the same
-            instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on its
-            place in these tiles, but not on the other rows of the block.
+        ordered: every sum is taken in tiles that begin at multiples of the tile size, in a fixed order, through the
+            same instructions whether the mask cuts a tile or not. So the bits of a row depend on what it sees and on
+            its place in these tiles, but not on the other rows of the block.
         chunked: these queries may see other chunks of keys, too, so that states are carried.
         long: with other documents a query may see more than ``LONGEST_SUM`` keys. Both kinds are compiled together.
         others: further intervals per query, of which no two share a key: blocks of the same queries and keys, each a

@@ -247,8 +247,14 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
                 (_consumer, (0, grid, tiles, score, gradients)),
                 (_consumer, (1, grid, tiles, score, gradients)),
                 (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
-                (pieces.writer, (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ())),
-                (pieces.writer, (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order, ())),
+                (
+                    pieces.writer,
+                    (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ()),
+                ),
+                (
+                    pieces.writer,
+                    (1, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[1], boxes.dq[1], grid, gradients, order, ()),
+                ),
             ],
             [4, 1, 1, 1],
             [REGISTERS, 24, 24, 24],
