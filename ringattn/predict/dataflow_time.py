@@ -211,46 +211,54 @@ def _moved(p: Problem, s: Shape, dataflow: str, backward: bool) -> _Moved:
 
 def _walk(p: Problem, costs: Costs, s: Shape, backward: bool, dataflow: str) -> _Pass:
     """Return the time of a ring or a reduce; schedule.py says what moves when."""
-    moved, owners = _moved(p, s, dataflow, backward), np.arange(len(p.keys))
-    schedule = p.ring if dataflow == "ring" else p.reduce
-    shifts, n = schedule.displacements, schedule.world_size
-    one_group, count = schedule.local_size == n, len(schedule.displacements)
-    holders = [np.array(x) for x in (*schedule.holders, range(n))]  # of every owner's shard
-    pairs = np.asarray(p.pairs if dataflow == "ring" else tuple(zip(*p.pairs, strict=True)))
-    works = (costs.kernel_ms + attention_ms(pairs, costs, s, backward)) * _factors(p.slow, n)[:, None]
-    begin, busy, moving, card = np.zeros(n), np.zeros(n), np.zeros(n), _factors(p.slow_link, n)
+    moved, schedule = _moved(p, s, dataflow, backward), p.ring if dataflow == "ring" else p.reduce
+    n, count = schedule.world_size, len(schedule.displacements)
     slots = count + (count > 1 and moved.parts > 0)
+    holders = np.array((*schedule.holders, range(n)))  # of every owner's shard
+    owners = holders.argsort(1)  # of the shard that every rank has
+    # Hop t leads from step t to the next one; the last one leads home. Two rows: where it brings what a rank has, and
+    # from where what it then has came.
+    onward = np.take_along_axis(holders[1:], owners[:-1], 1), np.take_along_axis(holders[:-1], owners[1:], 1)
+    peers = np.stack(onward, 1).reshape(2 * count, n)
+    groups = np.array((*schedule.displacements, (0, 0)))[:, 0]
+    crosses = (groups[1:] != groups[:-1]) | (schedule.local_size == n)
+    card = _factors(p.slow_link, n)
+    slower = np.maximum(np.maximum(card, 1.0), np.maximum(card[peers[0::2]], card[peers[1::2]]))
+    slower[~crosses] = 1.0
+
+    def messages(size: int, number: int) -> Numbers:
+        """Return the time of messages of every hop and rank."""
+        slow = number * costs.message_ms + size / costs.message_gbs / 1e6
+        fast = number * costs.local_ms + size / costs.local_gbs / 1e6
+        return np.where(crosses, slow, fast)[:, None] * slower
+
+    links = np.zeros((slots, n))  # of a rank's messages in every step
+    links[: count - 1] += messages(moved.shard, moved.shards)[:-1]
+    if moved.parts:
+        links[2:] += messages(moved.part, moved.parts)[1:]
+    pairs = np.asarray(p.pairs if dataflow == "ring" else tuple(zip(*p.pairs, strict=True)))
+    ranks, owners = np.arange(n), owners[:-1]
+    works = ((costs.kernel_ms + attention_ms(pairs, costs, s, backward)) * _factors(p.slow, n)[:, None])[ranks, owners]
+    computes = pairs[ranks, owners] > 0
+    computes[0] = True
+    busy, begin = (computes * works).sum(0), np.zeros(n)
     for t in range(slots):
-        hops = []  # from the ranks of the first list to those of the second: bytes, messages, and between groups
-        if t + 1 < count:
-            crosses = one_group or shifts[t + 1][0] != shifts[t][0]
-            hops.append((holders[t], holders[t + 1], moved.shard, moved.shards, crosses))
-        if moved.parts and t >= 2:
-            crosses = one_group or (shifts[t][0] if t < count else 0) != shifts[t - 1][0]
-            hops.append((holders[t - 1], holders[t], moved.part, moved.parts, crosses))
-        links, start = np.zeros(n), begin.copy()  # of a rank's messages: when its peers are at this step, too
-        for here, there, size, messages, crosses in hops:
-            rate, fixed = (costs.message_gbs, costs.message_ms) if crosses else (costs.local_gbs, costs.local_ms)
-            slower = np.ones(n)
-            for x, y in ((here, there), (there, here)):
-                start[x] = np.maximum(start[x], begin[y])
-                slower[x] = np.maximum(slower[x], np.maximum(card[x], card[y]) if crosses else 1.0)
-            links += (messages * fixed + size / rate / 1e6) * slower
         added = moved.added * (t >= 2)
         rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
-        began, begin = begin, start + links + rows_idle
+        met = peers[2 * (t - (t >= 2 and moved.parts > 0)) : 2 * (t + (t + 1 < count))]
+        start = np.maximum(begin, begin[met].max(0)) if len(met) else begin  # when its peers are at this step, too
+        arrived = start + links[t]
+        after = arrived + rows_idle
         if t < count:
-            r = holders[t]
-            work, computes = works[r, owners], (t == 0) | (pairs[r, owners] > 0)
-            low, high = np.sort([began[r] + work, start[r] + links[r]], 0)
-            end = high + costs.contention * np.maximum(low - start[r], 0.0) + np.where(work > 0, rows, rows_idle)
-            begin[r] = np.where(computes, end, begin[r])
-            busy[r] += computes * work
-        moving += links
+            done = begin + works[t]
+            overlap = np.maximum(np.minimum(done, arrived) - start, 0.0)
+            end = np.maximum(done, arrived) + costs.contention * overlap + np.where(works[t] > 0, rows, rows_idle)
+            after = np.where(computes[t], end, after)
+        begin = after
     least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")
     floor = least * slots if count > 1 else 0.0
     total = float(begin.max()) + moved.finished * (count > 1) / costs.memory_gbs / 1e6
-    return _Pass(max(total, floor), float(busy.max()), float(moving.max()), floor, busy)
+    return _Pass(max(total, floor), float(busy.max()), float(links.sum(0).max()), floor, busy)
 
 
 def _factors(factors: Mapping[int, float], n: int) -> Numbers:
