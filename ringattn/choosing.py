@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from .layouts import needs as needs_of_ranks
@@ -101,11 +102,11 @@ def _problem(request: Request, transport: Transport, placement: Placement) -> Pr
     from .predict.dataflow_time import Problem
 
     queries, keys, needs, n = placement.shards, placement.shards_k, placement.needs, request.world_size
-    tokens, runs = ([[0] * n for _ in range(n)] for _ in range(2))
-    for visitor, fetched in enumerate(placement.fetches):
-        for run in fetched:
-            tokens[visitor][run.owner] += run.length
-            runs[visitor][run.owner] += 1
+    tokens, runs = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
+    visitors = np.arange(n).repeat(list(map(len, placement.fetches)))
+    fetched = np.array([run[:3] for some in placement.fetches for run in some], np.int64).reshape(-1, 3)
+    np.add.at(tokens, (visitors, fetched[:, 0]), fetched[:, 2])
+    np.add.at(runs, (visitors, fetched[:, 0]), 1)
     neighbours = all(run.step == 1 for shard in keys for run in shard)  # which copies move
     pulls = transport.pulls and neighbours
     return Problem(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..masks.intervals import Mask
-from ..masks.pairs import Work, estimate_pairs
-from .alignment import first_rows
+from ..masks.pairs import Numbers, Work, estimate_pairs
+from .alignment import Integers, first_rows
 from .schedule import Fetch
 from .shards import Shard
 
@@ -24,17 +23,23 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     last visible key. Where queries and keys are the same tokens, in runs of neighbours, :mod:`.alignment` places them.
     """
     runs, apart = located(shards_k)
-    starts = [run.start for run, *_ in runs]
-    cuts = Work.of_mask(mask).cuts if apart and shards == shards_k and mask.offset == 0 else None
-    result = []
-    for queries, seen in zip(shards, mask.seen(shards), strict=True):
-        parts = _of_neighbours(seen, runs, starts) if apart else _of_strides(seen, runs)
-        keys = [run for run, *_ in parts]
-        rows = itertools.accumulate(map(len, keys), initial=0) if cuts is None else first_rows(keys, queries, cuts)
-        result.append(
-            tuple(Fetch(owner, at, len(run), row) for (run, owner, at), row in zip(parts, rows, strict=False))
-        )
-    return tuple(result)
+    seen = mask.seen(shards)
+    if apart:
+        rank, begin, past, owner, at, count = _of_neighbours(seen, runs)
+    else:
+        parts = [(rank, *part) for rank, keys in enumerate(seen) for part in _of_strides(keys, runs)]
+        table = [(rank, run.start, run.stop, owner, at, len(run)) for rank, run, owner, at in parts]
+        rank, begin, past, owner, at, count = np.array(table, np.int64).reshape(-1, 6).T
+    cuts = np.searchsorted(rank, range(len(shards) + 1))  # where the runs of each rank begin
+    if apart and shards == shards_k and mask.offset == 0:
+        queries = [(rank, run.start, run.stop) for rank, shard in enumerate(shards) for run in shard]
+        keys = np.stack([rank, begin, past], 1)
+        row = first_rows(keys, np.array(queries, np.int64).reshape(-1, 3), Work.of_mask(mask).cuts)
+    else:
+        offset = np.concatenate([[0], np.cumsum(count)])
+        row = offset[:-1] - offset[cuts[rank]]
+    taken = list(map(Fetch, owner.tolist(), at.tolist(), count.tolist(), row.tolist()))
+    return tuple([tuple(taken[first:stop]) for first, stop in itertools.pairwise(cuts.tolist())])
 
 
 Located = tuple[range, int, int]  # a run of tokens, its owner, its offset in the owner's shard
@@ -52,20 +57,21 @@ def located(shards: Sequence[Shard]) -> tuple[list[Located], bool]:
     return runs, all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
 
 
-def _of_neighbours(seen: list[range], runs: Sequence[Located], starts: Sequence[int]) -> list[Located]:
-    """Return the visible parts of disjoint runs, which are sorted by their beginning."""
-    parts = []
-    for keys in seen:
-        index = max(0, bisect_right(starts, keys.start) - 1)
-        while index < len(runs) and starts[index] < keys.stop:
-            run, owner, offset = runs[index]
-            begin, past = max(run.start, keys.start), min(run.stop, keys.stop)
-            if run.step > 1:
-                parts += visible_part(keys, runs[index])
-            elif begin < past:
-                parts.append((range(begin, past), owner, offset + begin - run.start))
-            index += 1
-    return parts
+def _of_neighbours(seen: Sequence[Sequence[range]], runs: Sequence[Located]) -> Sequence[Integers]:
+    """Return the visible parts of disjoint runs, which are sorted by their beginning: ranks, first positions, past the
+    last ones, owners, offsets and lengths."""
+    table = [(rank, keys.start, keys.stop) for rank, some in enumerate(seen) for keys in some]
+    rank, start, stop = np.array(table, np.int64).reshape(-1, 3).T
+    columns = [(run.start, run.step, len(run), owner, offset) for run, owner, offset in runs]
+    begin, step, length, owner, at = np.array(columns, np.int64).reshape(-1, 5).T
+    lowest = np.maximum(np.searchsorted(begin, start, side="right") - 1, 0)
+    count = np.maximum(np.searchsorted(begin, stop) - lowest, 0)
+    index = np.arange(count.sum()) + (lowest - np.cumsum(count) + count).repeat(count)
+    rank, start, stop = (x.repeat(count) for x in (rank, start, stop))
+    begin, step, length, owner, at = (x[index] for x in (begin, step, length, owner, at))
+    first, past = (np.clip(-((begin - bound) // step), 0, length) for bound in (start, stop))
+    parts = rank, begin + first * step, begin + (past - 1) * step + 1, owner, at + first, past - first
+    return [x[first < past] for x in parts]
 
 
 def _of_strides(seen: list[range], runs: Sequence[Located]) -> list[Located]:
@@ -85,9 +91,9 @@ def visible_part(keys: range, one: Located) -> list[Located]:
     return [(run[first:past], owner, offset + first)] if first < past else []
 
 
-def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> list[list[float]]:
+def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Numbers:
     """Return how many (query, key) pairs of any two ranks are visible, on average over the mask's rows:
-    ``pairs[q_rank][k_rank]``.
+    ``pairs[q_rank, k_rank]``.
 
     For runs of neighbouring positions sums over ``k_rank`` are exact; their parts are those of a query in the middle of
     each piece of a run. For strided runs everything is estimated.
@@ -98,29 +104,29 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> lis
     n, size = len(shards), max(1, mask.seq_len // (4 * len(shards)))
     runs = sorted(((run.start, len(run), rank) for rank, shard in enumerate(shards_k) for run in shard))
     if not runs or not any(shards):
-        return [[0.0] * n for _ in range(n)]
-    with torch.device("cpu"):
-        starts, lengths, owners = torch.from_numpy(np.array(runs).T.copy())
-        keys_before = torch.zeros(len(runs) + 1, n, dtype=torch.float64)
-        keys_before[torch.arange(1, len(runs) + 1), owners] = lengths.double()
-        keys_before = keys_before.cumsum(0)  # of each owner before each run
+        return np.zeros((n, n))
+    starts, lengths, owners = torch.from_numpy(np.array(runs).T.copy())
+    keys_before = torch.zeros(len(runs) + 1, n, dtype=torch.float64, device="cpu")
+    keys_before[torch.arange(1, len(runs) + 1, device="cpu"), owners] = lengths.double()
+    keys_before = keys_before.cumsum(0)  # of each owner before each run
 
-        def before(keys: Tensor) -> Tensor:
-            """Return how many keys of each owner are before a position."""
-            index = (torch.searchsorted(starts, keys, right=True) - 1).clamp(min=0)
-            inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
-            return keys_before[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
+    def before(keys: Tensor) -> Tensor:
+        """Return how many keys of each owner are before a position."""
+        index = (torch.searchsorted(starts, keys, right=True) - 1).clamp(min=0)
+        inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
+        return keys_before[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
 
-        begin, past, rank = _pieces(shards, size)
-        middle = begin + (past - begin) // 2
-        seen = torch.zeros(len(rank), n, dtype=torch.float64)
-        for member in mask.members:
-            for start, end in zip(*member.intervals(middle), strict=True):
-                seen += before(end.long()) - before(start.long())
-        exact = (work.before_all(past) - work.before_all(begin)).double() / mask.rows
-        seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
-        table = torch.zeros(n, n, dtype=torch.float64)
-        return table.index_add_(0, rank, seen).tolist()
+    begin, past, rank = _pieces(shards, size)
+    middle = begin + (past - begin) // 2
+    seen = torch.zeros(len(rank), n, dtype=torch.float64, device="cpu")
+    for member in mask.members:
+        for start, end in zip(*member.intervals(middle), strict=True):
+            seen += before(end.long()) - before(start.long())
+    exact = (work.before_all(past) - work.before_all(begin)).double() / mask.rows
+    seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
+    table = torch.zeros(n, n, dtype=torch.float64, device="cpu")
+    numbers: Numbers = table.index_add_(0, rank, seen).numpy()
+    return numbers
 
 
 def _pieces(shards: Sequence[Shard], size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,6 +135,6 @@ def _pieces(shards: Sequence[Shard], size: int) -> tuple[Tensor, Tensor, Tensor]
     start, stop, rank = torch.from_numpy(np.array(runs).T)
     counts = (stop - start + size - 1) // size
     start, stop, rank = (x.repeat_interleave(counts) for x in (start, stop, rank))
-    number = torch.arange(len(start)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    number = torch.arange(len(start), device="cpu") - (counts.cumsum(0) - counts).repeat_interleave(counts)
     begin = start + size * number
     return begin, torch.minimum(begin + size, stop), rank

@@ -113,20 +113,19 @@ class Mask:
         runs = [(owner, r) for owner, shard in enumerate(shards) for r in shard if r]
         if not runs:
             return [[] for _ in shards]
-        with torch.device("cpu"):
-            parts = [_flat_part(*member.seen_by(runs)) for member in self.members]
-            owner, start, end = (torch.cat(x) for x in zip(*parts, strict=True))
-            # Shards one after another on one line, with a gap between them, so that they are merged together.
-            line = owner * (self.seq_len_k + 1)
-            order = (line + start).argsort()
-            owner, line, start, end = owner[order], line[order], start[order], end[order]
-            if not len(owner):
-                return [[] for _ in shards]
-            reach = (line + end).cummax(0).values
-            opens = torch.cat([reach.new_ones(1, dtype=torch.bool), (line + start)[1:] > reach[:-1]])
-            closes = torch.cat([opens[1:], opens.new_ones(1)])
-            merged: list[list[range]] = [[] for _ in shards]
-            table = torch.stack([owner[opens], start[opens], (reach - line)[closes]], 1)
+        parts = [_flat_part(*member.seen_by(runs)) for member in self.members]
+        owner, start, end = (torch.cat(x) for x in zip(*parts, strict=True))
+        # Shards one after another on one line, with a gap between them, so that they are merged together.
+        line = owner * (self.seq_len_k + 1)
+        order = (line + start).argsort()
+        owner, line, start, end = owner[order], line[order], start[order], end[order]
+        if not len(owner):
+            return [[] for _ in shards]
+        reach = (line + end).cummax(0).values
+        opens = torch.cat([reach.new_ones(1, dtype=torch.bool), (line + start)[1:] > reach[:-1]])
+        closes = torch.cat([opens[1:], opens.new_ones(1)])
+        merged: list[list[range]] = [[] for _ in shards]
+        table = torch.stack([owner[opens], start[opens], (reach - line)[closes]], 1)
         for index, first, past in table.tolist():
             merged[index].append(range(first, past))
         return merged
@@ -235,9 +234,9 @@ class Intervals(Mask):
         """
         if all(r.step == 1 for _, r in runs):
             return self._seen_by_runs(runs)
-        at = torch.cat([torch.arange(r.start, r.stop, r.step) for _, r in runs])
+        at = torch.cat([torch.arange(r.start, r.stop, r.step, device="cpu") for _, r in runs])
         start, end = (x.long() for x in self.intervals(at))
-        owner = torch.cat([torch.full((len(r),), o) for o, r in runs]).expand(start.shape[0], -1)
+        owner = torch.cat([torch.full((len(r),), o, device="cpu") for o, r in runs]).expand(start.shape[0], -1)
         return owner, start, end
 
     def _seen_by_runs(self, runs: Sequence[tuple[int, range]]) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,12 +10,16 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..memo import Memo
 from .intervals import Mask
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Work:
@@ -36,35 +40,34 @@ class Work:
         return _works.once(mask.digest(), lambda: cls(mask))
 
     def __init__(self, mask: Mask) -> None:
-        with torch.device("cpu"):
-            edges = mask.edges()
-            past = torch.cat([edges[1:], edges.new_tensor([mask.seq_len])])
-            at_first, at_last = torch.zeros_like(edges), torch.zeros_like(edges)
-            # The first key that queries from each edge on see, and past the last that queries before each edge do.
-            lowest, highest = torch.full_like(edges, mask.seq_len), torch.zeros_like(edges)
-            for member in mask.members:
-                start, end = (x.long() for x in member.intervals(edges))
-                last_start, last_end = (x.long() for x in member.intervals((past - 1).clamp(min=0)))
-                at_first += (end - start).sum(0)
-                at_last += (last_end - last_start).sum(0)
-                some = (end > start) | (last_end > last_start)
-                lowest = torch.minimum(lowest, torch.where(some, start, mask.seq_len).amin(0))
-                highest = torch.maximum(highest, torch.where(some, last_end, 0).amax(0))
-            steps = (past - edges - 1).clamp(min=1)
-            sums = (past - edges) * (at_first + at_last) // 2
-            apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
-                highest.cummax(0).values[:-1] <= edges[1:]
-            )
-            slopes = (at_last - at_first) // steps
-            self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
-            begins = torch.cat([edges.new_zeros(1), edges[1:][apart]])
-            ends = torch.cat([begins[1:], begins.new_tensor([mask.seq_len])])
-            part = torch.searchsorted(begins, edges, right=True) - 1
-            begins, ends = begins[part], ends[part]
-            one = mask.rows == 1 and mask.offset == 0
-            self.causal = one and bool((at_first == edges - begins + 1).all() and (at_last == past - begins).all())
-            self.full = one and bool((at_first == ends - begins).all() and (at_last == ends - begins).all())
-            cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
+        edges = mask.edges()
+        past = torch.cat([edges[1:], edges.new_tensor([mask.seq_len])])
+        at_first, at_last = torch.zeros_like(edges), torch.zeros_like(edges)
+        # The first key that queries from each edge on see, and past the last that queries before each edge do.
+        lowest, highest = torch.full_like(edges, mask.seq_len), torch.zeros_like(edges)
+        for member in mask.members:
+            start, end = (x.long() for x in member.intervals(edges))
+            last_start, last_end = (x.long() for x in member.intervals((past - 1).clamp(min=0)))
+            at_first += (end - start).sum(0)
+            at_last += (last_end - last_start).sum(0)
+            some = (end > start) | (last_end > last_start)
+            lowest = torch.minimum(lowest, torch.where(some, start, mask.seq_len).amin(0))
+            highest = torch.maximum(highest, torch.where(some, last_end, 0).amax(0))
+        steps = (past - edges - 1).clamp(min=1)
+        sums = (past - edges) * (at_first + at_last) // 2
+        apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
+            highest.cummax(0).values[:-1] <= edges[1:]
+        )
+        slopes = (at_last - at_first) // steps
+        self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
+        begins = torch.cat([edges.new_zeros(1), edges[1:][apart]])
+        ends = torch.cat([begins[1:], begins.new_tensor([mask.seq_len])])
+        part = torch.searchsorted(begins, edges, right=True) - 1
+        begins, ends = begins[part], ends[part]
+        one = mask.rows == 1 and mask.offset == 0
+        self.causal = one and bool((at_first == edges - begins + 1).all() and (at_last == past - begins).all())
+        self.full = one and bool((at_first == ends - begins).all() and (at_last == ends - begins).all())
+        cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
         self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
         self._first: list[int] = at_first.tolist()
         self._slope: list[int] = slopes.tolist()
@@ -117,9 +120,9 @@ _works: Memo[Work] = Memo(8)
 
 def estimate_pairs(
     mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]
-) -> list[list[float]]:
+) -> Numbers:
     """Return about how many (query, key) pairs of any two ranks are visible, from a sample of each rank's queries, on
-    average over the mask's rows: ``pairs[q_rank][k_rank]``."""
+    average over the mask's rows: ``pairs[q_rank, k_rank]``."""
     n = len(shards)
     sample = max(8, 512 // n)
     positions, owners, weights = [], [], []
@@ -132,7 +135,7 @@ def estimate_pairs(
         weights += [length / max(count, 1) / mask.rows] * count
     runs = [(owner, run) for owner, shard in enumerate(shards_k) for run in shard]
     if not positions or not runs:
-        return [[0.0] * n for _ in range(n)]
+        return np.zeros((n, n))
     with torch.device("cpu"):
         first, step, size = (torch.tensor(x) for x in zip(*((r.start, r.step, len(r)) for _, r in runs), strict=True))
         seen = torch.zeros(len(positions), len(runs), dtype=torch.float64)
@@ -145,7 +148,8 @@ def estimate_pairs(
         seen *= torch.tensor(weights, dtype=torch.float64)[:, None]
         pairs = torch.zeros(n, len(runs), dtype=torch.float64).index_add_(0, torch.tensor(owners), seen)
         whole = torch.zeros(n, n, dtype=torch.float64)
-        return whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).tolist()
+        numbers: Numbers = whole.index_add_(1, torch.tensor([o for o, _ in runs]), pairs).numpy()
+    return numbers
 
 
 def _position(shard: Sequence[range], index: int) -> int:

@@ -41,8 +41,8 @@ class Problem:
     Attributes:
         device_type, pulls: how the group moves keys: messages, or the copy engines of one host.
         queries, keys: that each rank holds.
-        pairs: ``pairs[q_rank][k_rank]``, visible ones, of one row.
-        fetched, runs: ``[visitor][owner]``, tokens, and runs of neighbouring tokens, that a gather moves.
+        pairs: ``pairs[q_rank, k_rank]``, visible ones, of one row.
+        fetched, runs: ``[visitor, owner]``, tokens, and runs of neighbouring tokens, that a gather moves.
         ring, reduce: the walks.
         nodes: the ranks of each node, where a gather brings a key into a node once; empty: to each rank that sees it.
         pulls_inside: copy engines move keys inside a node.
@@ -55,9 +55,9 @@ class Problem:
     buffer_bytes: int
     queries: Sequence[int]
     keys: Sequence[int]
-    pairs: Sequence[Sequence[float]]
-    fetched: Sequence[Sequence[int]]
-    runs: Sequence[Sequence[int]]
+    pairs: Numbers
+    fetched: Numbers
+    runs: Numbers
     ring: Schedule
     reduce: Schedule
     nodes: Sequence[Sequence[int]] = ()
@@ -236,7 +236,7 @@ def _walk(p: Problem, costs: Costs, s: Shape, backward: bool, dataflow: str) -> 
     links[: count - 1] += messages(moved.shard, moved.shards)[:-1]
     if moved.parts:
         links[2:] += messages(moved.part, moved.parts)[1:]
-    pairs = np.asarray(p.pairs if dataflow == "ring" else tuple(zip(*p.pairs, strict=True)))
+    pairs = p.pairs if dataflow == "ring" else p.pairs.T
     ranks, owners = np.arange(n), owners[:-1]
     works = ((costs.kernel_ms + attention_ms(pairs, costs, s, backward)) * _factors(p.slow, n)[:, None])[ranks, owners]
     computes = pairs[ranks, owners] > 0
@@ -268,7 +268,7 @@ def _factors(factors: Mapping[int, float], n: int) -> Numbers:
 
 def _waves(p: Problem, s: Shape, backward: bool = True) -> list[slice]:
     """Return the key heads that are in memory together; a backward needs more than a forward."""
-    most = int(np.sum(p.fetched, 1).max())  # keys in the buffer of a rank, its own included
+    most = int(p.fetched.sum(1).max())  # keys in the buffer of a rank, its own included
     head = s.batch * most * (s.head_dim + s.value_dim) * (s.itemsize + backward * s.state_itemsize)
     return waves(s.kv_heads, max(head, 1), p.buffer_bytes)
 
@@ -289,7 +289,7 @@ def least_buffer(p: Problem, s: Shape) -> int:
     """Return the bytes of buffer that a gather cannot do without: for keys and gradients of one head by copy engines,
     else for the keys of all heads and the gradients of some at a time."""
     keys, gradients = (1, 1) if _one_head(p) else (s.kv_heads, 4 * max(g.stop - g.start for g in _groups(p, s, True)))
-    head = s.batch * int(np.sum(p.fetched, 1).max()) * (s.head_dim + s.value_dim)
+    head = s.batch * int(p.fetched.sum(1).max()) * (s.head_dim + s.value_dim)
     return head * (keys * s.itemsize + gradients * s.state_itemsize)
 
 
@@ -300,7 +300,7 @@ def _busiest(table: Numbers) -> Numbers:
 
 
 def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool) -> _Pass:
-    tokens, runs = (_busiest(np.asarray(what)) for what in (p.fetched, p.runs))
+    tokens, runs = map(_busiest, (p.fetched, p.runs))
     size = s.batch * tokens * s.kv_elements
     rows = s.batch * s.kv_heads
     own = s.batch * np.asarray(p.keys) * s.kv_elements
@@ -321,7 +321,7 @@ def _pulled(p: Problem, costs: Costs, s: Shape, backward: bool) -> _Pass:
 
 def _attention(p: Problem, costs: Costs, s: Shape, backward: bool, kernels: int, share: float = 1.0) -> Numbers:
     """Return the time of each rank's attention with all its keys, for a share of the heads."""
-    pairs = np.sum(p.pairs, 1)
+    pairs = p.pairs.sum(1)
     work: Numbers = kernels * costs.kernel_ms + attention_ms(pairs, costs, s, backward) * share
     return work * _factors(p.slow, len(pairs))
 
@@ -354,7 +354,7 @@ def _slow_links(p: Problem) -> Numbers:
 def _relayed(p: Problem, costs: Costs, s: Shape, backward: bool) -> _Pass:
     """Return the time of a gather by node: what the node needs of another node's rank comes once, to the rank with the
     same place in the node, and the node's ranks take it from there."""
-    fetched, n = np.asarray(p.fetched), len(p.keys)
+    fetched, n = p.fetched, len(p.keys)
     place, size, most = np.zeros(n, int), np.zeros(n, int), np.zeros((n, n), int)
     near = np.zeros((n, n), bool)
     for node in map(list, p.nodes):
@@ -379,7 +379,7 @@ def _in_groups(
 ) -> _Pass:
     """Return the time of a gather by groups of heads. ``links(bytes of a token)``: the times of two stages, by messages
     and inside the node, which work on different groups at the same time."""
-    own, gathered = (s.batch * x * s.kv_elements for x in (np.asarray(p.keys), np.sum(p.fetched, 1)))
+    own, gathered = (s.batch * x * s.kv_elements for x in (np.asarray(p.keys), p.fetched.sum(1)))
     shares = [(g.stop - g.start) / s.kv_heads for g in _groups(p, s, backward)]
     stages = [links(share * s.batch * s.kv_elements * s.itemsize) for share in shares]
     homes = [links(share * s.batch * s.kv_elements * s.state_itemsize) for share in shares if backward]
