@@ -16,43 +16,48 @@ group: at most 127 rows. The rows of the space are zeros that no query sees.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ..kernels.contract import GRID
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
+from ..masks.intervals import Integers
 
 
 def first_rows(keys: Integers, queries: Integers, cuts: Sequence[int]) -> Integers:
     """Return the rows at which the runs of keys begin, each in the buffer of its rank: (runs,).
 
     Args:
-        keys: a rank, and the first and past the last position of each run of neighbours that its queries see: (runs,
-            3), disjoint and growing.
-        queries: those of the ranks' queries, growing; the same positions as keys.
+        keys: a rank, and the first and past the last position of each run of neighbours that its queries see: (3,
+            runs), disjoint and growing.
+        queries: the same of the runs of queries that ranks hold; the same positions as keys.
         cuts: positions from 0 to the end, growing, such that no query sees keys on both sides of one
             (:attr:`..masks.pairs.Work.cuts`).
     """
-    if not len(keys):
+    if not keys.size:
         return np.zeros(0, np.int64)
-    rank, start, stop = keys.T
+    rank, start, stop = keys
     bounds, line = np.array(cuts), cuts[-1] + 1  # ranks one after another on one line
     new = (rank[1:] != rank[:-1]) | (bounds[np.searchsorted(bounds, stop[:-1])] <= start[1:])
     group = np.concatenate([[0], np.flatnonzero(new) + 1])  # of runs that queries may see together: the first of each
-    past = np.append(group[1:], len(keys))
+    past = np.append(group[1:], len(rank))
     offset = np.concatenate([[0], np.cumsum(stop - start)])
+    line_of_keys = rank * line + start
     size, rank, low, high = offset[past] - offset[group], rank[group], start[group], stop[past - 1]
-    of_queries = queries[:, 0] * line + queries[:, 1]
+    owners, begins, stops = queries
+    of_queries = owners * line + begins
     first = np.searchsorted(of_queries, rank * line + low, side="right") - 1
-    first = np.maximum(first, np.searchsorted(queries[:, 0], rank))
-    some = np.searchsorted(of_queries, rank * line + high) > first
-    longest = _longest(queries, first, np.searchsorted(of_queries, rank * line + high), low, high)
-    begin = np.where(some, queries[np.where(some, longest, 0), 1], low)
+    first = np.maximum(first, np.searchsorted(owners, rank))
+    count = np.maximum(np.searchsorted(of_queries, rank * line + high) - first, 0)  # runs of queries that see a group
+    ends = np.cumsum(count)
+    index = np.arange(ends[-1]) + (first - ends + count).repeat(count)
+    begins, stops = begins[index], stops[index]
+    inside = np.minimum(stops, high.repeat(count)) - np.maximum(begins, low.repeat(count))
+    order = np.lexsort((-inside, np.arange(len(group)).repeat(count)))  # in each group the longest run comes first
+    begin, some = low.copy(), count > 0
+    begin[some] = begins[order[(ends - count)[some]]]
     # Rows from the first key to the first tile of queries; it may begin before the keys.
     before = begin - low
-    last = np.searchsorted(keys[:, 0] * line + start, rank * line + begin) - 1
+    last = np.searchsorted(line_of_keys, rank * line + begin) - 1
     inside = offset[last + 1] - offset[group] - np.maximum(stop[last] - begin, 0)
     before = np.where(before > 0, inside, before)
     rows, row, at = list[int](), 0, -1
@@ -65,11 +70,3 @@ def first_rows(keys: Integers, queries: Integers, cuts: Sequence[int]) -> Intege
         row += length
     return offset[:-1] + (np.array(rows) - offset[group]).repeat(past - group)
 
-
-def _longest(queries: Integers, first: Integers, past: Integers, low: Integers, high: Integers) -> Integers:
-    """Return which run of queries from ``first`` to ``past`` has most of the positions from ``low`` to ``high``."""
-    result = first.copy()
-    for i in np.flatnonzero(past - first > 1).tolist():
-        some = queries[first[i] : past[i]]
-        result[i] += np.argmax(np.minimum(some[:, 2], high[i]) - np.maximum(some[:, 1], low[i]))
-    return result

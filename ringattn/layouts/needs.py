@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..masks.intervals import Mask
+from ..masks.intervals import Integers, Mask
 from ..masks.pairs import Numbers, Work, estimate_pairs
-from .alignment import Integers, first_rows
+from .alignment import first_rows
 from .schedule import Fetch
-from .shards import Shard
+from .shards import Shard, table
 
 
 def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> tuple[tuple[Fetch, ...], ...]:
@@ -22,19 +22,24 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     Each visible part of a run of neighbouring keys becomes a run; a strided run is kept whole between its first and
     last visible key. Where queries and keys are the same tokens, in runs of neighbours, :mod:`.alignment` places them.
     """
-    runs, apart = located(shards_k)
-    seen = mask.seen(shards)
+    keys = table(shards_k)
+    owner, start, stop, step = keys
+    length = (stop - start + step - 1) // step
+    at = np.cumsum(length) - length
+    at -= at[np.searchsorted(owner, owner)]  # in the shard of the owner
+    order = start.argsort(kind="stable")
+    apart = bool((stop[order[:-1]] <= start[order[1:]]).all())
     if apart:
-        rank, begin, past, owner, at, count = _of_neighbours(seen, runs)
+        columns = [x[order] for x in (start, step, length, owner, at)]
+        rank, begin, past, owner, at, count = _of_neighbours(mask.seen_runs(shards), *columns)
     else:
-        parts = [(rank, *part) for rank, keys in enumerate(seen) for part in _of_strides(keys, runs)]
-        table = [(rank, run.start, run.stop, owner, at, len(run)) for rank, run, owner, at in parts]
-        rank, begin, past, owner, at, count = np.array(table, np.int64).reshape(-1, 6).T
+        runs, _ = located(shards_k)
+        parts = [(rank, *part) for rank, seen in enumerate(mask.seen(shards)) for part in _of_strides(seen, runs)]
+        numbers = [(rank, run.start, run.stop, owner, at, len(run)) for rank, run, owner, at in parts]
+        rank, begin, past, owner, at, count = np.array(numbers, np.int64).reshape(-1, 6).T
     cuts = np.searchsorted(rank, range(len(shards) + 1))  # where the runs of each rank begin
     if apart and shards == shards_k and mask.offset == 0:
-        queries = [(rank, run.start, run.stop) for rank, shard in enumerate(shards) for run in shard]
-        keys = np.stack([rank, begin, past], 1)
-        row = first_rows(keys, np.array(queries, np.int64).reshape(-1, 3), Work.of_mask(mask).cuts)
+        row = first_rows(np.stack([rank, begin, past]), keys[:3], Work.of_mask(mask).cuts)
     else:
         offset = np.concatenate([[0], np.cumsum(count)])
         row = offset[:-1] - offset[cuts[rank]]
@@ -57,13 +62,12 @@ def located(shards: Sequence[Shard]) -> tuple[list[Located], bool]:
     return runs, all(a.stop <= b.start for (a, *_), (b, *_) in itertools.pairwise(runs))
 
 
-def _of_neighbours(seen: Sequence[Sequence[range]], runs: Sequence[Located]) -> Sequence[Integers]:
+def _of_neighbours(
+    seen: Integers, begin: Integers, step: Integers, length: Integers, owner: Integers, at: Integers
+) -> Sequence[Integers]:
     """Return the visible parts of disjoint runs, which are sorted by their beginning: ranks, first positions, past the
-    last ones, owners, offsets and lengths."""
-    table = [(rank, keys.start, keys.stop) for rank, some in enumerate(seen) for keys in some]
-    rank, start, stop = np.array(table, np.int64).reshape(-1, 3).T
-    columns = [(run.start, run.step, len(run), owner, offset) for run, owner, offset in runs]
-    begin, step, length, owner, at = np.array(columns, np.int64).reshape(-1, 5).T
+    last ones, owners, offsets and lengths. ``at``: where a run begins in the shard of its owner."""
+    rank, start, stop = seen
     lowest = np.maximum(np.searchsorted(begin, start, side="right") - 1, 0)
     count = np.maximum(np.searchsorted(begin, stop) - lowest, 0)
     index = np.arange(count.sum()) + (lowest - np.cumsum(count) + count).repeat(count)
@@ -98,16 +102,18 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
     For runs of neighbouring positions sums over ``k_rank`` are exact; their parts are those of a query in the middle of
     each piece of a run. For strided runs everything is estimated.
     """
-    if any(run.step > 1 for shard in (*shards, *shards_k) for run in shard):
+    owners, starts, stops, steps = torch.from_numpy(table(shards_k))
+    queries = table(shards)
+    if (steps > 1).any() or (queries[3] > 1).any():
         return estimate_pairs(mask, shards, shards_k)
     work = Work.of_mask(mask)
     n, size = len(shards), max(1, mask.seq_len // (4 * len(shards)))
-    runs = sorted(((run.start, len(run), rank) for rank, shard in enumerate(shards_k) for run in shard))
-    if not runs or not any(shards):
+    if not len(starts) or not queries.size:
         return np.zeros((n, n))
-    starts, lengths, owners = torch.from_numpy(np.array(runs).T.copy())
-    keys_before = torch.zeros(len(runs) + 1, n, dtype=torch.float64, device="cpu")
-    keys_before[torch.arange(1, len(runs) + 1, device="cpu"), owners] = lengths.double()
+    starts, order = starts.sort()
+    lengths, owners = stops[order] - starts, owners[order]
+    keys_before = torch.zeros(len(starts) + 1, n, dtype=torch.float64, device="cpu")
+    keys_before[torch.arange(1, len(starts) + 1, device="cpu"), owners] = lengths.double()
     keys_before = keys_before.cumsum(0)  # of each owner before each run
 
     def before(keys: Tensor) -> Tensor:
@@ -116,7 +122,7 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
         inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
         return keys_before[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
 
-    begin, past, rank = _pieces(shards, size)
+    begin, past, rank = _pieces(torch.from_numpy(queries), size)
     middle = begin + (past - begin) // 2
     seen = torch.zeros(len(rank), n, dtype=torch.float64, device="cpu")
     for member in mask.members:
@@ -124,15 +130,14 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
             seen += before(end.long()) - before(start.long())
     exact = (work.before_all(past) - work.before_all(begin)).double() / mask.rows
     seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
-    table = torch.zeros(n, n, dtype=torch.float64, device="cpu")
-    numbers: Numbers = table.index_add_(0, rank, seen).numpy()
+    sums = torch.zeros(n, n, dtype=torch.float64, device="cpu")
+    numbers: Numbers = sums.index_add_(0, rank, seen).numpy()
     return numbers
 
 
-def _pieces(shards: Sequence[Shard], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pieces of at most ``size`` positions of the runs of all shards: first, past the last, and rank."""
-    runs = [(run.start, run.stop, rank) for rank, shard in enumerate(shards) for run in shard]
-    start, stop, rank = torch.from_numpy(np.array(runs).T)
+def _pieces(runs: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pieces of at most ``size`` positions of runs (:func:`.shards.table`): first, past the last, and rank."""
+    rank, start, stop, _ = runs
     counts = (stop - start + size - 1) // size
     start, stop, rank = (x.repeat_interleave(counts) for x in (start, stop, rank))
     number = torch.arange(len(start), device="cpu") - (counts.cumsum(0) - counts).repeat_interleave(counts)

@@ -20,11 +20,13 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 FAR = 1 << 40  # further than any position, and i + FAR does not overflow
 
 
@@ -110,25 +112,27 @@ class Mask:
 
         Runs of neighbouring positions take time O(runs + pieces), strided ones O(positions).
         """
+        seen: list[list[range]] = [[] for _ in shards]
+        for index, first, past in self.seen_runs(shards).T.tolist():
+            seen[index].append(range(first, past))
+        return seen
+
+    def seen_runs(self, shards: Sequence[Sequence[range]]) -> Integers:
+        """Return what :meth:`seen` does as (3, runs): shard, first key and past the last one."""
         runs = [(owner, r) for owner, shard in enumerate(shards) for r in shard if r]
         if not runs:
-            return [[] for _ in shards]
+            return np.zeros((3, 0), np.int64)
         parts = [_flat_part(*member.seen_by(runs)) for member in self.members]
-        owner, start, end = (torch.cat(x) for x in zip(*parts, strict=True))
+        owner, start, end = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
         # Shards one after another on one line, with a gap between them, so that they are merged together.
         line = owner * (self.seq_len_k + 1)
         order = (line + start).argsort()
         owner, line, start, end = owner[order], line[order], start[order], end[order]
-        if not len(owner):
-            return [[] for _ in shards]
-        reach = (line + end).cummax(0).values
-        opens = torch.cat([reach.new_ones(1, dtype=torch.bool), (line + start)[1:] > reach[:-1]])
-        closes = torch.cat([opens[1:], opens.new_ones(1)])
-        merged: list[list[range]] = [[] for _ in shards]
-        table = torch.stack([owner[opens], start[opens], (reach - line)[closes]], 1)
-        for index, first, past in table.tolist():
-            merged[index].append(range(first, past))
-        return merged
+        reach = np.maximum.accumulate(line + end)
+        opens = np.ones(len(owner), bool)
+        opens[1:] = (line + start)[1:] > reach[:-1]
+        closes = np.append(opens[1:], True)[: len(owner)]
+        return np.stack([owner[opens], start[opens], (reach - line)[closes]])
 
     def digest(self) -> int:
         """Return a 63-bit hash of the mask's value, the same in every process."""
@@ -246,9 +250,8 @@ class Intervals(Mask):
         Args:
             runs: (owner, run), in any order.
         """
-        runs = sorted(runs, key=lambda x: x[1].start)
-        table = np.array([(owner, run.start, run.stop) for owner, run in runs])
-        owners, begins, stops = torch.from_numpy(table.T.copy())
+        table = np.array([number for owner, run in runs for number in (owner, run.start, run.stop)]).reshape(-1, 3)
+        owners, begins, stops = torch.from_numpy(table[table[:, 1].argsort(kind="stable")].T.copy())
         points = torch.cat([self.first, begins.expand(self.rows, -1)], 1).sort(1).values
         run = torch.searchsorted(begins, points, right=True) - 1
         past = torch.cat([points[:, 1:], torch.full_like(points[:, :1], self.seq_len)], 1)
