@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..masks.intervals import Integers, Mask
 from ..masks.pairs import Numbers, Work, estimate_pairs
@@ -102,44 +101,43 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
     For runs of neighbouring positions sums over ``k_rank`` are exact; their parts are those of a query in the middle of
     each piece of a run. For strided runs everything is estimated.
     """
-    owners, starts, stops, steps = torch.from_numpy(table(shards_k))
+    owners, starts, stops, steps = table(shards_k)
     queries = table(shards)
     if (steps > 1).any() or (queries[3] > 1).any():
         return estimate_pairs(mask, shards, shards_k)
-    work = Work.of_mask(mask)
-    n, size = len(shards), max(1, mask.seq_len // (4 * len(shards)))
-    if not len(starts) or not queries.size:
+    work, n, size = Work.of_mask(mask), len(shards), max(1, mask.seq_len // (4 * len(shards)))
+    if not starts.size or not queries.size:
         return np.zeros((n, n))
-    starts, order = starts.sort()
-    lengths, owners = stops[order] - starts, owners[order]
-    keys_before = torch.zeros(len(starts) + 1, n, dtype=torch.float64, device="cpu")
-    keys_before[torch.arange(1, len(starts) + 1, device="cpu"), owners] = lengths.double()
+    order = starts.argsort()
+    starts, lengths, owners = starts[order], (stops - starts)[order], owners[order]
+    keys_before = np.zeros((len(starts) + 1, n))
+    keys_before[np.arange(1, len(starts) + 1), owners] = lengths
     keys_before = keys_before.cumsum(0)  # of each owner before each run
 
-    def before(keys: Tensor) -> Tensor:
-        """Return how many keys of each owner are before a position."""
-        index = (torch.searchsorted(starts, keys, right=True) - 1).clamp(min=0)
-        inside = torch.minimum((keys - starts[index]).clamp(min=0), lengths[index])
-        return keys_before[index].scatter_add_(1, owners[index, None], inside.double()[:, None])
+    begin, past, rank = _pieces(queries, size)
+    pieces, seen = np.arange(len(rank)), np.zeros((len(rank), n))
 
-    begin, past, rank = _pieces(torch.from_numpy(queries), size)
-    middle = begin + (past - begin) // 2
-    seen = torch.zeros(len(rank), n, dtype=torch.float64, device="cpu")
+    def add(keys: Integers, sign: int) -> None:
+        """Add how many keys of each owner are before a position, to what each piece sees."""
+        index = np.maximum(np.searchsorted(starts, keys, side="right") - 1, 0)
+        seen[:] += sign * keys_before[index]
+        seen[pieces, owners[index]] += sign * np.clip(keys - starts[index], 0, lengths[index])
+
     for member in mask.members:
-        for start, end in zip(*member.intervals(middle), strict=True):
-            seen += before(end.long()) - before(start.long())
-    exact = (work.before_all(past) - work.before_all(begin)).double() / mask.rows
-    seen *= (exact / seen.sum(1).clamp(min=1))[:, None]
+        for start, end in zip(*member.intervals(torch.from_numpy(begin + (past - begin) // 2)), strict=True):
+            add(end.numpy(), 1)
+            add(start.numpy(), -1)
+    exact = (work.before_all(past) - work.before_all(begin)) / mask.rows
+    seen *= (exact / np.maximum(seen.sum(1), 1))[:, None]
     sums = torch.zeros(n, n, dtype=torch.float64, device="cpu")
-    numbers: Numbers = sums.index_add_(0, rank, seen).numpy()
+    numbers: Numbers = sums.index_add_(0, torch.from_numpy(rank), torch.from_numpy(seen)).numpy()
     return numbers
 
 
-def _pieces(runs: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pieces(runs: Integers, size: int) -> tuple[Integers, Integers, Integers]:
     """Return pieces of at most ``size`` positions of runs (:func:`.shards.table`): first, past the last, and rank."""
     rank, start, stop, _ = runs
     counts = (stop - start + size - 1) // size
-    start, stop, rank = (x.repeat_interleave(counts) for x in (start, stop, rank))
-    number = torch.arange(len(start), device="cpu") - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    begin = start + size * number
-    return begin, torch.minimum(begin + size, stop), rank
+    first = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+    begin = start.repeat(counts) + size * first
+    return begin, np.minimum(begin + size, stop.repeat(counts)), rank.repeat(counts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..memo import Memo
-from .intervals import Mask
+from .intervals import Integers, Mask
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -40,41 +40,44 @@ class Work:
         return _works.once(mask.digest(), lambda: cls(mask))
 
     def __init__(self, mask: Mask) -> None:
-        edges = mask.edges()
-        past = torch.cat([edges[1:], edges.new_tensor([mask.seq_len])])
-        at_first, at_last = torch.zeros_like(edges), torch.zeros_like(edges)
+        edges, seq_len = mask.edges().numpy(), mask.seq_len
+        past = np.append(edges[1:], seq_len)
+        at_first, at_last = np.zeros_like(edges), np.zeros_like(edges)
         # The first key that queries from each edge on see, and past the last that queries before each edge do.
-        lowest, highest = torch.full_like(edges, mask.seq_len), torch.zeros_like(edges)
+        lowest, highest = np.full_like(edges, seq_len), np.zeros_like(edges)
         for member in mask.members:
-            start, end = (x.long() for x in member.intervals(edges))
-            last_start, last_end = (x.long() for x in member.intervals((past - 1).clamp(min=0)))
+            start, end, last_start, last_end = (
+                x.numpy().astype(np.int64)
+                for positions in (edges, np.maximum(past - 1, 0))
+                for x in member.intervals(torch.from_numpy(positions))
+            )
             at_first += (end - start).sum(0)
             at_last += (last_end - last_start).sum(0)
             some = (end > start) | (last_end > last_start)
-            lowest = torch.minimum(lowest, torch.where(some, start, mask.seq_len).amin(0))
-            highest = torch.maximum(highest, torch.where(some, last_end, 0).amax(0))
-        steps = (past - edges - 1).clamp(min=1)
+            lowest = np.minimum(lowest, np.where(some, start, seq_len).min(0))
+            highest = np.maximum(highest, np.where(some, last_end, 0).max(0))
+        steps = np.maximum(past - edges - 1, 1)
         sums = (past - edges) * (at_first + at_last) // 2
-        apart = (lowest.flip(0).cummin(0).values.flip(0)[1:] >= edges[1:]) & (
-            highest.cummax(0).values[:-1] <= edges[1:]
+        apart = (np.minimum.accumulate(lowest[::-1])[::-1][1:] >= edges[1:]) & (
+            np.maximum.accumulate(highest)[:-1] <= edges[1:]
         )
         slopes = (at_last - at_first) // steps
-        self._tables = edges, at_first, slopes, sums.cumsum(0) - sums
-        begins = torch.cat([edges.new_zeros(1), edges[1:][apart]])
-        ends = torch.cat([begins[1:], begins.new_tensor([mask.seq_len])])
-        part = torch.searchsorted(begins, edges, right=True) - 1
+        self._tables = edges, at_first, slopes, sums.cumsum() - sums
+        begins = np.append(0, edges[1:][apart])
+        ends = np.append(begins[1:], seq_len)
+        part = np.searchsorted(begins, edges, side="right") - 1
         begins, ends = begins[part], ends[part]
         one = mask.rows == 1 and mask.offset == 0
         self.causal = one and bool((at_first == edges - begins + 1).all() and (at_last == past - begins).all())
         self.full = one and bool((at_first == ends - begins).all() and (at_last == ends - begins).all())
-        cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), mask.seq_len]
-        self._edges: list[int] = [*edges.tolist(), mask.seq_len + 1]
+        cuts = [0, *(edges[1:][apart].tolist() if mask.offset == 0 else []), seq_len]
+        self._edges: list[int] = [*edges.tolist(), seq_len + 1]
         self._first: list[int] = at_first.tolist()
         self._slope: list[int] = slopes.tolist()
         self._sums = [0, *itertools.accumulate(sums.tolist())]
         self.total = self._sums[-1]
         self.rows = mask.rows
-        self.cuts = cuts if mask.seq_len else [0]
+        self.cuts = cuts if seq_len else [0]
 
     def before(self, position: int) -> int:
         """Return the visible pairs of all queries before ``position``."""
@@ -82,10 +85,10 @@ class Work:
         n = position - self._edges[k]
         return self._sums[k] + n * self._first[k] + self._slope[k] * (n * (n - 1) // 2)
 
-    def before_all(self, positions: Tensor) -> Tensor:
-        """Return the visible pairs of all queries before each position, int64."""
+    def before_all(self, positions: Integers) -> Integers:
+        """Return the visible pairs of all queries before each position."""
         edges, first, slope, sums = self._tables
-        k = torch.searchsorted(edges, positions, right=True) - 1
+        k = np.searchsorted(edges, positions, side="right") - 1
         n = positions - edges[k]
         return sums[k] + n * first[k] + slope[k] * (n * (n - 1) // 2)
 
