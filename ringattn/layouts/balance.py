@@ -32,9 +32,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from ..masks.intervals import Mask
 from ..masks.pairs import Work
-from .documents import LONG, TILE, joined, tiles_of
+from .documents import LONG, TILE, joined, tiles_of, tiles_of_each
 from .halving import halve
 from .pairwise import Pairwise
 
@@ -134,10 +136,10 @@ class _End:
             if total >= limit:
                 break
             self.parts.append(part)
-            total += part.stop - part.start
+            total += part[2] - part[1]
             self.tokens.append(total)
-        self.pairs = [0, *itertools.accumulate(part.pairs for part in self.parts)]
-        self.tiles = [0, *itertools.accumulate(part.tiles for part in self.parts)]
+        self.pairs = [0, *itertools.accumulate([part[3] for part in self.parts])]
+        self.tiles = [0, *itertools.accumulate([part[4] for part in self.parts])]
 
     def count(self, tokens: int) -> int:
         """Return how many parts the first ``tokens`` tokens touch."""
@@ -150,13 +152,17 @@ class _End:
 
     def pairs_of(self, tokens: int, skip: int = 0) -> int:
         """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
-        past = self.tokens[skip] + tokens
-        last = bisect_left(self.tokens, past) - 1
+        sums, pairs = self.tokens, self.pairs
+        past = sums[skip] + tokens
+        last = bisect_left(sums, past, skip) - 1
         if last < skip:
             return 0
-        if past == self.tokens[last + 1]:
-            return self.pairs[last + 1] - self.pairs[skip]
-        return self.pairs[last] - self.pairs[skip] + self.row.work.of(self.piece(last, past - self.tokens[last]))
+        if past == sums[last + 1]:
+            return pairs[last + 1] - pairs[skip]
+        inside = past - sums[last]
+        _, start, stop, *_ = self.parts[last]
+        start, stop = (stop - inside, stop) if self.tail else (start, start + inside)
+        return pairs[last] - pairs[skip] + self.row.work.between(start, stop)
 
     def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
         """Return the tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched because
@@ -167,9 +173,9 @@ class _End:
         last = self.count(past) - 1
         if past == self.tokens[last + 1]:
             return self.tiles[last + 1] - self.tiles[skip], 0
-        piece = self.row._part(self.piece(last, past - self.tokens[last]))
-        fetched = piece.first if self.tail else piece.stop - piece.start
-        return self.tiles[last] - self.tiles[skip] + piece.tiles, fetched
+        piece = self.piece(last, past - self.tokens[last])
+        tiles, first = self.row.amount(piece)
+        return self.tiles[last] - self.tiles[skip] + tiles, first if self.tail else len(piece)
 
     def take(self, tokens: int, skip: int = 0) -> list[tuple[_Part, range]]:
         """Return the pieces that make up ``tokens`` tokens after the first ``skip`` parts, and their parts."""
@@ -183,9 +189,26 @@ class _Row:
     def __init__(self, work: Work, parts: list[range], ranks: int = 1, even: int = EVEN) -> None:
         """``ranks``: that share what is peeled; ``even``: per mille of tiles above or below the mean that are even."""
         self.work, self.ranks, self.even, self.blocks = work, ranks, even, False
-        self.parts = sorted(map(self._part, parts))
+        self.parts = self._sorted(parts)
         self.pairs_left = sum(part.pairs for part in self.parts)
         self.tiles_left = sum(part.tiles for part in self.parts)
+
+    def _sorted(self, runs: list[range]) -> list[_Part]:
+        """Return the parts that runs are, sorted: :meth:`_part` of many."""
+        work = self.work
+        if not work.causal:
+            return sorted(map(self._part, runs))
+        start, stop = (np.array(x, np.int64) for x in ([run.start for run in runs], [run.stop for run in runs]))
+        bounds = np.array(work.cuts)
+        document = np.searchsorted(bounds, start, side="right")
+        begin, past = bounds[document - 1], bounds[document]
+        last = stop - bounds[np.searchsorted(bounds, stop - 1, side="right") - 1]
+        longer = (past < stop) & (past - begin >= LONG)
+        last = np.where(longer, np.maximum(last, past - begin), last)
+        pairs, length = work.before_all(stop) - work.before_all(start), stop - start
+        density = pairs // length * 1024 + pairs % length * 1024 // length
+        columns = density, start, stop, pairs, TILE * tiles_of_each(start, stop, bounds), start - begin + 1, last
+        return sorted(map(_Part, *(column.tolist() for column in columns)))
 
     def _part(self, run: range) -> _Part:
         work, start, stop = self.work, run.start, run.stop
@@ -202,6 +225,13 @@ class _Row:
             waste = last * (count * TILE - len(run)) // TILE if past >= stop else TILE * count * work.rows
             tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
         return _Part(pairs * 1024 // len(run), start, stop, pairs, tiles, first, last)
+
+    def amount(self, run: range) -> tuple[int, int]:
+        """Return the tiles of a piece, and the pairs of its first query."""
+        if self.work.causal:
+            return TILE * tiles_of((run,), self.work.cuts, True), self.work.at(run.start)
+        part = self._part(run)
+        return part.tiles, part.first
 
     def end(self, start: int) -> int:
         """Return where the document of a position ends."""
@@ -225,7 +255,7 @@ class _Row:
             self.blocks = True
             size = max(1, min(GROUP, tokens // 16))
             blocks = [range(i, min(i + size, p.stop)) for p in self.parts for i in range(p.start, p.stop, size)]
-            self.parts = sorted(map(self._part, blocks))
+            self.parts = self._sorted(blocks)
             self.tiles_left = sum(part.tiles for part in self.parts)
             return self.peel(tokens, ranks)
         pieces = _Search(self, heavy, light, tokens, ranks).best()
@@ -408,16 +438,19 @@ class _Search:
     def _cost(self, choice: _Choice) -> _Cost:
         """Return the cost of a choice, from the sums of whole parts."""
         t, light, skip, window, lower, part = choice
-        amounts = [self.heavy.amount(t), self.light.amount(light), self.light.amount(window, skip)]
-        tiles, fetched = map(sum, zip(*amounts, strict=True))
+        tiles, fetched = self.heavy.amount(t)
+        for tokens, after in ((light, 0), (window, skip)):
+            if tokens:
+                more, keys = self.light.amount(tokens, after)
+                tiles, fetched = tiles + more, fetched + keys
         if part:
-            piece = self.row._part(lower)
-            tiles += piece.tiles
+            more, first = self.row.amount(lower)
+            tiles += more
             cut = self.heavy.count(t + 1) - 1
             if cut < len(self.heavy.parts) and self.heavy.parts[cut] == part:
-                fetched = max(fetched, piece.first)
+                fetched = max(fetched, first)
             else:
-                fetched += piece.first + part.last
+                fetched += first + part.last
         return self._sum(tiles, 1000 * fetched // max(1, self.row.work.rows * self.tokens), choice)
 
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:

@@ -13,12 +13,14 @@ has many more than the mean.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ..masks.pairs import Work
-from .documents import joined, tiles_of
+from .documents import joined, tiles_of, tiles_of_each
+from .shards import table
 
 SHARED = 16  # ranks are paired that share documents with a cut after a rank's tokens over this, or more
 ROUNDS = 4  # times that all of these are, at most
@@ -53,7 +55,11 @@ class Pairwise:
         self.work, self.max_pairs, self.divide = work, max_pairs, divide
         self.shards = [joined(pieces) for pieces in shards]
         self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
-        self.tiles = [tiles_of(runs, work.cuts, causal=True) for runs in self.shards]
+        self.bounds = np.array(work.cuts)
+        ranks, start, stop, _ = table(self.shards)
+        self.tiles = [0] * len(shards)
+        for rank, tiles in zip(ranks.tolist(), tiles_of_each(start, stop, self.bounds).tolist(), strict=True):
+            self.tiles[rank] += tiles
         self.mean = max(1, sum(self.tiles) // len(shards))
         self.in_vain = set[tuple[int, int, int, int]]()
 
@@ -83,13 +89,15 @@ class Pairwise:
 
     def _sharing(self) -> list[tuple[int, int]]:
         """Return ranks with neighbouring parts of documents, those first that fetch most because of that."""
-        cuts, fetched = self.work.cuts, dict[tuple[int, int], int]()
-        runs = sorted((run.start, rank) for rank, runs in enumerate(self.shards) for run in runs)
-        for (_, a), (begin, b) in itertools.pairwise(runs):
-            pair = min(a, b), max(a, b)
-            fetched[pair] = fetched.get(pair, 0) + begin - cuts[bisect_right(cuts, begin) - 1]
-        order = sorted(fetched, key=lambda pair: (-fetched[pair], pair))
-        return [pair for pair in order if fetched[pair] * SHARED >= max(1, self.tokens)]
+        ranks, start, *_ = table(self.shards)
+        order = start.argsort()
+        ranks, start = ranks[order], start[order[1:]]
+        pairs = np.minimum(ranks[:-1], ranks[1:]), np.maximum(ranks[:-1], ranks[1:])
+        fetched = np.zeros((len(self.shards),) * 2, np.int64)
+        np.add.at(fetched, pairs, start - self.bounds[np.searchsorted(self.bounds, start, side="right") - 1])
+        a, b = np.nonzero(fetched * SHARED >= max(1, self.tokens))
+        order = (-fetched[a, b]).argsort(kind="stable")
+        return list(zip(a[order].tolist(), b[order].tolist(), strict=True))
 
     def _again(self, a: int, b: int) -> bool:
         """Divide the pieces of two ranks again if that costs less, and return whether it does."""

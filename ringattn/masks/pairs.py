@@ -102,20 +102,31 @@ class Work:
         start, last = run.start, run.stop - 1
         k = bisect_right(self._edges, start) - 1
         n, slope = start - self._edges[k], self._slope[k]
-        first = self._first[k] + slope * n
+        at_edge = self._first[k]
+        first = at_edge + slope * n
         if last < self._edges[k + 1]:
             more = last - start
             return (more + 1) * first + slope * (more * (more + 1) // 2), first, first + slope * more
-        return self.before(run.stop) - self.before(start), first, self.at(last)
+        j = bisect_right(self._edges, last, k) - 1
+        m, first_last, slope_last = last - self._edges[j], self._first[j], self._slope[j]
+        before = self._sums[k] + n * at_edge + slope * (n * (n - 1) // 2)
+        past = self._sums[j] + (m + 1) * first_last + slope_last * (m * (m + 1) // 2)
+        return past - before, first, first_last + slope_last * m
 
     def of(self, run: range) -> int:
         """Return the visible pairs of a run of neighbouring queries."""
-        start, stop = run.start, run.stop
-        k = bisect_right(self._edges, start) - 1
-        if stop <= self._edges[k + 1]:
-            n, slope = stop - start, self._slope[k]
-            return n * (self._first[k] + slope * (start - self._edges[k])) + slope * (n * (n - 1) // 2)
-        return self.before(stop) - self.before(start)
+        return self.between(run.start, run.stop)
+
+    def between(self, start: int, stop: int) -> int:
+        """Return the visible pairs of the queries from ``start`` on and before ``stop``."""
+        edges = self._edges
+        k = bisect_right(edges, start) - 1
+        slope, edge = self._slope[k], edges[k]
+        m = start - edge
+        if stop <= edges[k + 1]:
+            n = stop - start
+            return n * (self._first[k] + slope * m) + slope * (n * (n - 1) // 2)
+        return self.before(stop) - self._sums[k] - m * self._first[k] - slope * (m * (m - 1) // 2)
 
 
 _works: Memo[Work] = Memo(8)
