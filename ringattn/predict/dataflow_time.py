@@ -19,7 +19,6 @@ constants.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,14 +127,15 @@ def choose(problem: Problem, costs: Costs, source: str, shape: Shape | None = No
 
 def predict(problem: Problem, costs: Costs, shape: Shape, dataflow: str) -> Candidate:
     """Return the time of a ring, a gather or a reduce; a gather is not possible if the buffer is too small for it."""
-    time: Callable[[Problem, Costs, Shape, bool], _Pass] = functools.partial(_walk, dataflow=dataflow)
-    if dataflow == "gather":
+    if dataflow != "gather":
+        passes = _walk(problem, costs, shape, dataflow)
+    else:
         need = least_buffer(problem, shape)
         if need > problem.buffer_bytes:
             why = f"gather needs {need / 2**30:.2f} GiB of buffer{' for one head' * _one_head(problem)}"
             return Candidate("gather", math.inf, math.inf, why)
         time = _pulled if problem.pulls else _relayed if len(problem.nodes) > 1 else _messaged
-    passes = [time(problem, costs, shape, backward) for backward in (False, True)]
+        passes = [time(problem, costs, shape, backward) for backward in (False, True)]
     total, attention, moving = (sum(getattr(p, n) for p in passes) for n in ("ms", "attention", "moving"))
     rest = total - attention
     slow = [name for name, p in zip(("forward", "backward"), passes, strict=True) if p.ms == p.floor > 0]
@@ -209,56 +209,64 @@ def _moved(p: Problem, s: Shape, dataflow: str, backward: bool) -> _Moved:
     return _Moved(shard, 1, state, 3, 0, 0, 7 * state, 3 * state + state * s.itemsize // s.state_itemsize)
 
 
-def _walk(p: Problem, costs: Costs, s: Shape, backward: bool, dataflow: str) -> _Pass:
-    """Return the time of a ring or a reduce; schedule.py says what moves when."""
-    moved, schedule = _moved(p, s, dataflow, backward), p.ring if dataflow == "ring" else p.reduce
+def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str) -> list[_Pass]:
+    """Return the times of a ring or a reduce, forward and backward; schedule.py says what moves when."""
+    moved = [_moved(p, s, dataflow, backward) for backward in (False, True)]
+    schedule = p.ring if dataflow == "ring" else p.reduce
     n, count = schedule.world_size, len(schedule.displacements)
-    slots = count + (count > 1 and moved.parts > 0)
+    slots = count + (count > 1)
     holders = np.array((*schedule.holders, range(n)))  # of every owner's shard
     owners = holders.argsort(1)  # of the shard that every rank has
-    # Hop t leads from step t to the next one; the last one leads home. Two rows: where it brings what a rank has, and
-    # from where what it then has came.
+    # Hop t leads from step t to the next one; the last one leads home: where it brings what a rank has, and from where
+    # what it then has came.
     onward = np.take_along_axis(holders[1:], owners[:-1], 1), np.take_along_axis(holders[:-1], owners[1:], 1)
-    peers = np.stack(onward, 1).reshape(2 * count, n)
+    hops = np.stack(onward, 1)
     groups = np.array((*schedule.displacements, (0, 0)))[:, 0]
-    crosses = (groups[1:] != groups[:-1]) | (schedule.local_size == n)
+    crosses = ((groups[1:] != groups[:-1]) | (schedule.local_size == n))[:, None]
     card = _factors(p.slow_link, n)
-    slower = np.maximum(np.maximum(card, 1.0), np.maximum(card[peers[0::2]], card[peers[1::2]]))
-    slower[~crosses] = 1.0
+    slower = np.where(crosses, np.maximum(np.maximum(card, 1.0), card[hops].max(1)), 1.0)
 
     def messages(size: int, number: int) -> Numbers:
         """Return the time of messages of every hop and rank."""
         slow = number * costs.message_ms + size / costs.message_gbs / 1e6
         fast = number * costs.local_ms + size / costs.local_gbs / 1e6
-        return np.where(crosses, slow, fast)[:, None] * slower
+        return np.where(crosses, slow, fast) * slower
 
-    links = np.zeros((slots, n))  # of a rank's messages in every step
-    links[: count - 1] += messages(moved.shard, moved.shards)[:-1]
-    if moved.parts:
-        links[2:] += messages(moved.part, moved.parts)[1:]
-    pairs = p.pairs if dataflow == "ring" else p.pairs.T
-    ranks, owners = np.arange(n), owners[:-1]
-    works = ((costs.kernel_ms + attention_ms(pairs, costs, s, backward)) * _factors(p.slow, n)[:, None])[ranks, owners]
-    computes = pairs[ranks, owners] > 0
+    # By step, pass and rank: the time of messages, the ranks that it meets, and passes over memory, also in idle steps.
+    links, (rows, idle) = np.zeros((slots, 2, n)), np.zeros((2, slots, 2, 1))
+    peers = np.tile(np.arange(n), (slots, 2, 4, 1))
+    peers[: count - 1, :, :2] = hops[:-1, None]
+    step = np.arange(slots)
+    for i, what in enumerate(moved):
+        links[: count - 1, i] += messages(what.shard, what.shards)[:-1]
+        if what.parts:
+            links[2:, i] += messages(what.part, what.parts)[1:]
+            peers[2:, i, 2:] = hops[1:]
+        added = what.added * (step >= 2)
+        idle[:, i, 0] = added / costs.memory_gbs / 1e6
+        rows[:, i, 0] = (what.each + what.later * (step > 0) + added) / costs.memory_gbs / 1e6
+    peers += n * np.arange(2)[:, None, None]
+    pairs, ranks, owners = p.pairs if dataflow == "ring" else p.pairs.T, np.arange(n), owners[:-1]
+    works, computes = np.zeros((slots, 2, n)), np.zeros((slots, 1, n), bool)
+    computes[:count, 0] = pairs[ranks, owners] > 0
     computes[0] = True
-    busy, begin = (computes * works).sum(0), np.zeros(n)
+    for i in range(2):
+        work = (costs.kernel_ms + attention_ms(pairs, costs, s, i == 1)) * _factors(p.slow, n)[:, None]
+        works[:count, i] = work[ranks, owners]
+    rows, begin = np.where(works > 0, rows, idle), np.zeros((2, n))
     for t in range(slots):
-        added = moved.added * (t >= 2)
-        rows, rows_idle = (x / costs.memory_gbs / 1e6 for x in (moved.each + moved.later * (t > 0) + added, added))
-        met = peers[2 * (t - (t >= 2 and moved.parts > 0)) : 2 * (t + (t + 1 < count))]
-        start = np.maximum(begin, begin[met].max(0)) if len(met) else begin  # when its peers are at this step, too
-        arrived = start + links[t]
-        after = arrived + rows_idle
-        if t < count:
-            done = begin + works[t]
-            overlap = np.maximum(np.minimum(done, arrived) - start, 0.0)
-            end = np.maximum(done, arrived) + costs.contention * overlap + np.where(works[t] > 0, rows, rows_idle)
-            after = np.where(computes[t], end, after)
-        begin = after
-    least: float = getattr(costs, f"{dataflow}_{'backward' if backward else 'forward'}_ms")
-    floor = least * slots if count > 1 else 0.0
-    total = float(begin.max()) + moved.finished * (count > 1) / costs.memory_gbs / 1e6
-    return _Pass(max(total, floor), float(busy.max()), float(links.sum(0).max()), floor, busy)
+        start = np.maximum(begin, begin.ravel()[peers[t]].max(1))  # when its peers are at this step, too
+        arrived, done = start + links[t], begin + works[t]
+        overlap = np.maximum(np.minimum(done, arrived) - start, 0.0)
+        end = np.maximum(done, arrived) + costs.contention * overlap + rows[t]
+        begin = np.where(computes[t], end, arrived + idle[t])
+    busy, moving, passes = (computes * works).sum(0), links.sum(0).max(1), []
+    for i, (name, what) in enumerate(zip(("forward", "backward"), moved, strict=True)):
+        least: float = getattr(costs, f"{dataflow}_{name}_ms")
+        floor = least * (count + (what.parts > 0)) if count > 1 else 0.0
+        total = float(begin[i].max()) + what.finished * (count > 1) / costs.memory_gbs / 1e6
+        passes.append(_Pass(max(total, floor), float(busy[i].max()), float(moving[i]), floor, busy[i]))
+    return passes
 
 
 def _factors(factors: Mapping[int, float], n: int) -> Numbers:
