@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import cases
+import numpy as np
 import pytest
 import torch
 from cases import Case
@@ -60,7 +61,9 @@ def apart(case: Case, world_size: int) -> bool:
     ],
 )
 def test_first_rows(keys: list[range], queries: list[range], cuts: list[int], rows: list[int]) -> None:
-    assert first_rows(keys, queries, cuts) == rows
+    """The same for two ranks that hold, and see, the same."""
+    of_ranks = [np.array([(r, x.start, x.stop) for r in (0, 1) for x in y]).reshape(-1, 3).T for y in (keys, queries)]
+    assert first_rows(*of_ranks, cuts).tolist() == [*rows, *rows]
 
 
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from(list(LAYOUTS)))

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +22,7 @@ from ringattn import Plan
 from ringattn import mask as masks
 from ringattn.layouts import balance, needs
 from ringattn.layouts import shards as layout
-from ringattn.layouts.documents import TILE, tiles_of
+from ringattn.layouts.documents import TILE, tiles_of, tiles_of_each
 from ringattn.layouts.loads import Loads
 from ringattn.layouts.pairwise import Pairwise
 from ringattn.mask import Mask
@@ -250,6 +251,11 @@ def test_tiles_of_a_run(lengths: list[int], data: st.DataObject) -> None:
             past = end if causal else min(cut for cut in cuts if cut >= end)
             want += -(-(past + aligned) // TILE) - (first + aligned) // TILE
         assert tiles_of([run], cuts, causal) == want
+    both = [run, range(cuts[-1])]
+    each = tiles_of_each(*np.array([(run.start, run.stop) for run in both]).T, np.array(cuts))
+    assert each.tolist() == [tiles_of([run], cuts, causal=True) for run in both]
+    row = balance._Row(Work(document_mask(cuts)), both)  # measured together, and each by itself
+    assert row.parts == sorted(map(row._part, both))
 
 
 def test_few_keys_are_fetched() -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pool import Pool, on_ranks
@@ -135,7 +136,7 @@ def test_more_tokens_take_longer_and_longer_links_hide_behind_more_attention() -
 def ring_ms(pairs: list[list[float]], **change: float) -> tuple[float, float]:
     """Return the forward and the backward of a ring in which ``pairs[q_rank][k_rank]`` (in 2^25) are visible."""
     n = len(pairs)
-    problem = replace(choice(8192, n, pulls=False).problem, pairs=[[x * 2**25 for x in row] for row in pairs])
+    problem = replace(choice(8192, n, pulls=False).problem, pairs=np.array(pairs) * 2.0**25)
     free = dict(
         forward_tflops=640.0,
         backward_tflops=540.0,

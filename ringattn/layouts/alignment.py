@@ -69,4 +69,3 @@ def first_rows(keys: Integers, queries: Integers, cuts: Sequence[int]) -> Intege
         rows.append(row)
         row += length
     return offset[:-1] + (np.array(rows) - offset[group]).repeat(past - group)
-

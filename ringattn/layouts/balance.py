@@ -136,10 +136,10 @@ class _End:
             if total >= limit:
                 break
             self.parts.append(part)
-            total += part[2] - part[1]
+            total += part.stop - part.start
             self.tokens.append(total)
-        self.pairs = [0, *itertools.accumulate([part[3] for part in self.parts])]
-        self.tiles = [0, *itertools.accumulate([part[4] for part in self.parts])]
+        self.pairs = [0, *itertools.accumulate([part.pairs for part in self.parts])]
+        self.tiles = [0, *itertools.accumulate([part.tiles for part in self.parts])]
 
     def count(self, tokens: int) -> int:
         """Return how many parts the first ``tokens`` tokens touch."""
@@ -263,24 +263,25 @@ class _Row:
         return [piece for _, piece in pieces]
 
     def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
-        left: dict[_Part, list[range]] = {}
+        left: dict[int, list[range]] = {}  # of each part, by its beginning
         for part, piece in pieces:
-            if len(piece) == part.stop - part.start:
-                left[part] = []
+            _, start, stop, pairs, tiles, *_ = part
+            if start not in left:
+                del self.parts[bisect_left(self.parts, part)]
+                self.pairs_left -= pairs
+                self.tiles_left -= tiles
+            if len(piece) == stop - start:
+                left[start] = []
                 continue
-            rests = left.get(part, [range(part.start, part.stop)])
+            rests = left.get(start, [range(start, stop)])
             halves = [
                 (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
             ]
-            left[part] = [rest for rest in itertools.chain(*halves) if rest]
-        for part, rests in left.items():
-            del self.parts[bisect_left(self.parts, part)]
-            self.pairs_left -= part.pairs
-            self.tiles_left -= part.tiles
-            for rest in map(self._part, rests):
-                insort(self.parts, rest)
-                self.pairs_left += rest.pairs
-                self.tiles_left += rest.tiles
+            left[start] = [rest for rest in itertools.chain(*halves) if rest]
+        for rest in map(self._part, itertools.chain.from_iterable(left.values())):
+            insort(self.parts, rest)
+            self.pairs_left += rest.pairs
+            self.tiles_left += rest.tiles
 
 
 class _Choice(NamedTuple):

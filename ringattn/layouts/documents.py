@@ -15,8 +15,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..masks.intervals import Integers
+Array = NDArray[np.int64]
 
 TILE = 128  # queries in a tile of the kernels, and keys
 LONG = 1024  # documents of this many tokens or more are cut at whole tiles
@@ -48,7 +49,7 @@ def tiles_of(runs: Iterable[range], cuts: Sequence[int], causal: bool) -> int:
     return tiles
 
 
-def tiles_of_each(start: Integers, stop: Integers, bounds: Integers) -> Integers:
+def tiles_of_each(start: Array, stop: Array, bounds: Array) -> Array:
     """Count the tiles of each of many runs of causal documents, as :func:`tiles_of` does of one."""
     tiles, shift = np.zeros_like(start), -start % TILE
     some = np.arange(len(start))

@@ -25,12 +25,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..masks.pairs import Work
-from .documents import TILE, joined, tiles_of
-
-Array = NDArray[np.int64]
+from .documents import TILE, Array, joined, tiles_of
 
 ITEMS = 8  # documents that may be cut to divide them once
 LONGEST = 4  # of them: the longest ones; the others are of all lengths

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..masks.intervals import Integers, Mask
+from ..masks.intervals import Integers, Mask, table
 from ..masks.pairs import Numbers, Work, estimate_pairs
 from .alignment import first_rows
 from .schedule import Fetch
-from .shards import Shard, table
+from .shards import Shard
 
 
 def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> tuple[tuple[Fetch, ...], ...]:
@@ -22,6 +22,7 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     last visible key. Where queries and keys are the same tokens, in runs of neighbours, :mod:`.alignment` places them.
     """
     keys = table(shards_k)
+    queries = keys if shards is shards_k else table(shards)
     owner, start, stop, step = keys
     length = (stop - start + step - 1) // step
     at = np.cumsum(length) - length
@@ -30,7 +31,7 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     apart = bool((stop[order[:-1]] <= start[order[1:]]).all())
     if apart:
         columns = [x[order] for x in (start, step, length, owner, at)]
-        rank, begin, past, owner, at, count = _of_neighbours(mask.seen_runs(shards), *columns)
+        rank, begin, past, owner, at, count = _of_neighbours(mask.seen_by(queries), *columns)
     else:
         runs, _ = located(shards_k)
         parts = [(rank, *part) for rank, seen in enumerate(mask.seen(shards)) for part in _of_strides(seen, runs)]
@@ -38,7 +39,7 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
         rank, begin, past, owner, at, count = np.array(numbers, np.int64).reshape(-1, 6).T
     cuts = np.searchsorted(rank, range(len(shards) + 1))  # where the runs of each rank begin
     if apart and shards == shards_k and mask.offset == 0:
-        row = first_rows(np.stack([rank, begin, past]), keys[:3], Work.of_mask(mask).cuts)
+        row = first_rows(np.stack([rank, begin, past]), queries[:3], Work.of_mask(mask).cuts)
     else:
         offset = np.concatenate([[0], np.cumsum(count)])
         row = offset[:-1] - offset[cuts[rank]]
@@ -101,8 +102,8 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
     For runs of neighbouring positions sums over ``k_rank`` are exact; their parts are those of a query in the middle of
     each piece of a run. For strided runs everything is estimated.
     """
-    owners, starts, stops, steps = table(shards_k)
-    queries = table(shards)
+    owners, starts, stops, steps = keys = table(shards_k)
+    queries = keys if shards is shards_k else table(shards)
     if (steps > 1).any() or (queries[3] > 1).any():
         return estimate_pairs(mask, shards, shards_k)
     work, n, size = Work.of_mask(mask), len(shards), max(1, mask.seq_len // (4 * len(shards)))

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..masks.intervals import table
 from ..masks.pairs import Work
 from .documents import joined, tiles_of, tiles_of_each
-from .shards import table
 
 SHARED = 16  # ranks are paired that share documents with a cut after a rank's tokens over this, or more
 ROUNDS = 4  # times that all of these are, at most

@@ -20,11 +20,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..masks.intervals import Integers, Mask
+from ..masks.intervals import Mask
 
 Shard = tuple[range, ...]
 
@@ -81,13 +80,6 @@ def append(held: Shard, shard: Shard, offset: int) -> Shard:
 
 def length(shard: Shard) -> int:
     return sum(map(len, shard))
-
-
-def table(shards: Sequence[Shard]) -> Integers:
-    """Return the rank, start, stop and step of every run, in order: (4, runs)."""
-    numbers = [number for shard in shards for run in shard for number in (run.start, run.stop, run.step)]
-    ranks = np.arange(len(shards)).repeat(list(map(len, shards)))
-    return np.concatenate([ranks[None], np.array(numbers, np.int64).reshape(-1, 3).T])
 
 
 def positions(shard: Shard, device: torch.device | str = "cpu") -> Tensor:

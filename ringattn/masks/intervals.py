@@ -113,16 +113,16 @@ class Mask:
         Runs of neighbouring positions take time O(runs + pieces), strided ones O(positions).
         """
         seen: list[list[range]] = [[] for _ in shards]
-        for index, first, past in self.seen_runs(shards).T.tolist():
+        for index, first, past in self.seen_by(table(shards)).T.tolist():
             seen[index].append(range(first, past))
         return seen
 
-    def seen_runs(self, shards: Sequence[Sequence[range]]) -> Integers:
-        """Return what :meth:`seen` does as (3, runs): shard, first key and past the last one."""
-        runs = [(owner, r) for owner, shard in enumerate(shards) for r in shard if r]
-        if not runs:
+    def seen_by(self, runs: Integers) -> Integers:
+        """Return what :meth:`seen` does, for the :func:`table` of shards: shard, first key and past the last one of
+        each run, (3, runs)."""
+        if not runs.size:
             return np.zeros((3, 0), np.int64)
-        parts = [_flat_part(*member.seen_by(runs)) for member in self.members]
+        parts = [_flat_part(*member.seen_apart(runs)) for member in self.members]
         owner, start, end = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
         # Shards one after another on one line, with a gap between them, so that they are merged together.
         line = owner * (self.seq_len_k + 1)
@@ -230,28 +230,25 @@ class Intervals(Mask):
         start, end = self.intervals(torch.cat([edges, lasts]).clamp(0, max(self.seq_len - 1, 0)))
         return self.seq_len > 0 and bool((end > start).any())
 
-    def seen_by(self, runs: Sequence[tuple[int, range]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (owner, start, end), each (rows, n), of the keys that the queries of runs see.
-
-        Args:
-            runs: (owner, run), in any order.
-        """
-        if all(r.step == 1 for _, r in runs):
-            return self._seen_by_runs(runs)
-        at = torch.cat([torch.arange(r.start, r.stop, r.step, device="cpu") for _, r in runs])
+    def seen_apart(self, runs: Integers) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (owner, start, end), each (rows, n), of the keys that the queries of runs see (:func:`table`)."""
+        owners, starts, stops, steps = runs
+        if (steps == 1).all():
+            return self._seen_by_neighbours(runs[:, starts.argsort(kind="stable")])
+        counts = (stops - starts + steps - 1) // steps
+        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        at = torch.from_numpy(starts.repeat(counts) + inside * steps.repeat(counts))
         start, end = (x.long() for x in self.intervals(at))
-        owner = torch.cat([torch.full((len(r),), o, device="cpu") for o, r in runs]).expand(start.shape[0], -1)
-        return owner, start, end
+        return torch.from_numpy(owners.repeat(counts)).expand(start.shape[0], -1), start, end
 
-    def _seen_by_runs(self, runs: Sequence[tuple[int, range]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _seen_by_neighbours(self, runs: Integers) -> tuple[Tensor, Tensor, Tensor]:
         """Return (owner, start, end), each (rows, n), of the keys that runs of neighbouring queries see, one for every
         part of a run that is in one piece. Inside a piece the intervals of neighbouring queries join up.
 
         Args:
-            runs: (owner, run), in any order.
+            runs: growing.
         """
-        table = np.array([number for owner, run in runs for number in (owner, run.start, run.stop)]).reshape(-1, 3)
-        owners, begins, stops = torch.from_numpy(table[table[:, 1].argsort(kind="stable")].T.copy())
+        owners, begins, stops = torch.from_numpy(np.ascontiguousarray(runs[:3]))
         points = torch.cat([self.first, begins.expand(self.rows, -1)], 1).sort(1).values
         run = torch.searchsorted(begins, points, right=True) - 1
         past = torch.cat([points[:, 1:], torch.full_like(points[:, :1], self.seq_len)], 1)
@@ -354,6 +351,14 @@ def _intersection(a: Intervals, b: Intervals) -> Intervals:
         torch.minimum(x[2], y[2]),
         torch.minimum(x[3], y[3]),
     )
+
+
+def table(shards: Sequence[Sequence[range]]) -> Integers:
+    """Return the shard, start, stop and step of every run that is not empty, in order: (4, runs)."""
+    runs = [[run for run in shard if run] for shard in shards]
+    numbers = [number for shard in runs for run in shard for number in (run.start, run.stop, run.step)]
+    owners = np.arange(len(runs)).repeat(list(map(len, runs)))
+    return np.concatenate([owners[None], np.array(numbers, np.int64).reshape(-1, 3).T])
 
 
 def _flat_part(owner: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:

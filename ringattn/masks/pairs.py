@@ -132,9 +132,7 @@ class Work:
 _works: Memo[Work] = Memo(8)
 
 
-def estimate_pairs(
-    mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]
-) -> Numbers:
+def estimate_pairs(mask: Mask, shards: Sequence[Sequence[range]], shards_k: Sequence[Sequence[range]]) -> Numbers:
     """Return about how many (query, key) pairs of any two ranks are visible, from a sample of each rank's queries, on
     average over the mask's rows: ``pairs[q_rank, k_rank]``."""
     n = len(shards)

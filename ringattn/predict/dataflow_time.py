@@ -31,6 +31,7 @@ from ..shape import Shape
 from .cost import LINKS, Costs
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]  # one for every rank, or for any two
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Problem:
     queries: Sequence[int]
     keys: Sequence[int]
     pairs: Numbers
-    fetched: Numbers
-    runs: Numbers
+    fetched: Integers
+    runs: Integers
     ring: Schedule
     reduce: Schedule
     nodes: Sequence[Sequence[int]] = ()
@@ -301,7 +302,7 @@ def least_buffer(p: Problem, s: Shape) -> int:
     return head * (keys * s.itemsize + gradients * s.state_itemsize)
 
 
-def _busiest(table: Numbers) -> Numbers:
+def _busiest(table: Numbers | Integers) -> Numbers:
     """Return what enters or leaves each rank, whichever is more. ``table[visitor][owner]``: what moves."""
     table = table * (1 - np.eye(len(table)))
     return np.maximum(table.sum(0), table.sum(1))
