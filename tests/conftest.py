@@ -55,6 +55,7 @@ def pytest_report_header() -> str:
     return "all tests" if suite.LONG else "the default tests; --long runs all"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out, skipped = [], [], set()
     for item in items:
@@ -65,6 +66,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             again = False
         (left_out if again or (item.get_closest_marker("long") and not suite.LONG) else kept).append(item)
+    for item in kept:  # a pool lives in one worker of pytest-xdist: that of two ranks has also the tests of any number
+        if "pools" in getattr(item, "fixturenames", ()) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group("ranks2"))
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 

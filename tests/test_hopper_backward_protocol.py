@@ -11,6 +11,7 @@ import types
 from typing import Any, NamedTuple
 
 import pytest
+import suite
 import torch
 
 pytest.importorskip("triton")
@@ -289,8 +290,15 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["", "signals", "late", "signals, late", "one", "one, signals"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "mode"),
+    [
+        (mask, mode)
+        for mask in MASKS
+        for mode in ("", "signals", "late", "signals, late", "one", "one, signals")
+        if suite.LONG or mode == "signals, late" or mask in ("causal", "documents", "short documents")
+    ],
+)
 def test_no_deadlock_and_no_race(monkeypatch, mask, mode):
     """Of CTAs that take several programs or have one. ``signals``: what follows when dk and dv are stored; ``late``:
     the scores of the next program come after that."""

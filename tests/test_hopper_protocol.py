@@ -10,6 +10,7 @@ import random
 import types
 
 import pytest
+import suite
 import torch
 
 pytest.importorskip("triton")
@@ -154,8 +155,10 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("consumers", [1, 2, 3])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "consumers"),
+    [(mask, n) for mask in MASKS for n in (1, 2, 3) if suite.LONG or n == 2 or mask in ("full", "documents")],
+)
 def test_no_deadlock_and_no_race(monkeypatch, mask, consumers):
     size = keys_of_tile(consumers)
     for seed in range(2):

@@ -36,9 +36,10 @@ if torch.cuda.is_available():
     DIMS |= {"torch-cudnn": [(64, 64), (128, 128)]}
 
 
-# In Triton's interpreter these take a third of the time; others have each of their properties, together with more.
+# In Triton's interpreter these take half of the time; others have each of their properties, together with more.
 PARTS = {
     "batch", "padding", "short-queries", "mqa", "dims-96", "softcap", "alibi", "sink", "chunks-causal", "heads-first",
+    "causal", "window", "sink-padding",
 }  # fmt: skip
 
 

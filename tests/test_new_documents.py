@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool, on_ranks
+from suite import few
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -371,7 +372,7 @@ def test_forty_batches_compile_nothing_after_the_first_on_a_gpu() -> None:
 # --- many runs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dataflow", ["ring", "gather", "reduce"])
+@pytest.mark.parametrize("dataflow", few(["gather", "ring", "reduce"]))
 def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two tokens in turns: 150 runs on each of four ranks."""
     monkeypatch.setitem(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from suite import few
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -126,7 +127,7 @@ def compare(kind: str, world_size: int, inner: str | None, outer: str | None, or
 
 
 @pytest.mark.parametrize("order", ["together", "first first", "last first"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", few([2, 1]))
 @pytest.mark.parametrize("kind", ["sdpa", "flash"])
 @pytest.mark.parametrize("inner", CHECKPOINTS)
 def test_checkpointed_layers(inner: str, kind: str, world_size: int, order: str) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pool import on_ranks
+from suite import few
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -162,14 +163,17 @@ def _train(kind: str, mode: str, accumulated: int) -> list[Tensor]:
 @pytest.mark.parametrize("world_size", on_ranks(4))
 @pytest.mark.parametrize(
     ("kind", "mode", "accumulated"),
-    [
-        ("DDP", "", 1),
-        ("DDP", "full", 2),
-        ("FSDP2", "", 2),
-        ("FSDP2", "selective", 1),
-        ("FSDP2 that sums", "full", 1),
-        ("three dimensions", "", 1),
-    ],
+    few(
+        [
+            ("DDP", "full", 2),
+            ("FSDP2 that sums", "full", 1),
+            ("three dimensions", "", 1),
+            ("DDP", "", 1),
+            ("FSDP2", "", 2),
+            ("FSDP2", "selective", 1),
+        ],
+        3,
+    ),
 )
 def test_parameters_after_steps(pools, world_size, kind, mode, accumulated) -> None:  # type: ignore[no-untyped-def]
     want = one_process(2, 2, accumulated)
@@ -217,6 +221,7 @@ def _compiled() -> list[Tensor]:
     return gradients[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_compiled_without_graph_break_over_ranks(pools, world_size) -> None:  # type: ignore[no-untyped-def]
     model = Decoder().double()
