@@ -55,8 +55,8 @@ def pytest_report_header() -> str:
     return "all tests" if suite.LONG else "the default tests; --long runs all"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-xdist's, which gives groups a name
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     kept, left_out, skipped = [], [], set()
     for item in items:
         function, _, _ = item.nodeid.partition("[")
@@ -71,6 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("ranks2"))
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
+    yield
+    for item in kept:  # pytest-xdist 3.8 writes _nodeid, which pytest 9.2 does not read: each worker would have each pool
+        name = getattr(item, "_nodeid", item.nodeid)
+        if name != item.nodeid:
+            item._id = type(item._id).parse(name)
 
 
 @pytest.hookimpl(tryfirst=True)
