@@ -14,6 +14,7 @@
     python -m benchmarks.bench_block --borrowed --only-ours              our backends over operators of torch, too
     python -m benchmarks.bench_block --without triton "torch flash"      fewer kernels take less time
     python -m benchmarks.bench_block --graphs --seq 2048                 replay CUDA graphs instead of launching
+    python -m benchmarks.bench_block --graphs --batch 4 --heads 48 --seq 1024 2048 4096 8192     several short rows
 
 How to read a table. Each row is one kernel on one shape. The first number is the speed relative to the first row of the
 table. It comes first because it is the number that can be reproduced: the clock of a GPU at its power limit differs by

@@ -3,6 +3,7 @@
     python -m benchmarks.bench_decode                                   the problems of the tables, bf16, 32/8 heads
     python -m benchmarks.bench_decode --problems "1 x 128k" ragged      some of them
     python -m benchmarks.bench_decode --dtypes bf16 e4m3                over caches of both
+    python -m benchmarks.bench_decode --problems "32 x 4k" "Qwen3-30B-A3B, 1 x 4k"     of those that TileOPs publishes
     python -m benchmarks.bench_decode --plots > decode.log              what plot_decode draws
     python -m benchmarks.bench_decode --problems "64 x 130k" "64 forks of 128k"     33 GiB of keys and values
     torchrun --nproc-per-node 2 -m benchmarks.bench_decode              over ranks: ways to exchange partial states
@@ -13,8 +14,9 @@ GB/s of keys and values, and the largest relative error of sampled rows against 
 store the new tokens' keys and values and to attend to all; of "attend alone" rows only to attend. ``read`` rows move
 the same pages by TMA and compute nothing; the fastest of them is the measure. All kernels are captured in CUDA graphs
 of one launch for each of several layers, together larger than the L2 cache, and take turns in a balanced order in
-segments (see benchmarks.segments). Random data; pages of 128 slots in random order; FlashAttention-3 and torch read
-contiguous copies. ``host`` is the time of decode() outside of a graph; ``kernels``, how many it launches for a layer.
+segments (see benchmarks.segments). Random data, of which all tokens have one scale in e4m3, as others want it; pages of
+128 slots in random order; FlashAttention-3, torch and TileOPs' "contiguous" read contiguous copies. ``host`` is the
+time of decode() outside of a graph; ``kernels``, how many it launches for a layer.
 
 Several GPUs. All ways attend with our kernel to their rank's part and exchange partial states: ours (through mailboxes,
 in the launch that adds them), NCCL's all-gather of the same states, three all-reduces (Tree Attention), an all-gather

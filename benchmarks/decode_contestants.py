@@ -21,7 +21,7 @@ from benchmarks.page_reader import SHAPES, reader
 from ringattn.generation.decoding import decode
 from ringattn.kernels.contract import Score
 from ringattn.kernels.paged.backends import BACKENDS
-from ringattn.kernels.paged.operands import Call
+from ringattn.kernels.paged.operands import Call, Pool
 from ringattn.kernels.paged.quantize import stored
 
 Copies = list[tuple[Tensor, Tensor]]  # keys and values of each layer
@@ -48,16 +48,22 @@ def contestants(caches: Caches) -> dict[str, Callable[[], list[Launch]]]:
             **{name: make for name, make in own.items() if not name.startswith("read")},
             f"FA3 qv{ALONE}": functools.partial(fa3_latent, caches, False),
             f"FA3 qv, metadata{ALONE}": functools.partial(fa3_latent, caches, True),
+            f"FlashInfer{ALONE}": functools.partial(flashinfer_latent, caches),
         }
-    if caches.problem.quantized:  # others have one scale for a tensor or a head
-        return own
-    in_rows = functools.cache(lambda: _contiguous(caches))  # one copy for all that read such ones
     in_pages = functools.cache(lambda: _pages(caches))
+    alone: dict[str, Callable[[], list[Launch]]] = {
+        f"FlashInfer{ALONE}": functools.partial(flashinfer, caches, in_pages, append=False),
+        f"TileOPs{ALONE}": functools.partial(tileops, caches),
+    }
+    if caches.problem.quantized:  # FA3 wants queries of e4m3, too, which is another result
+        return own | alone
+    in_rows = functools.cache(lambda: _contiguous(caches))  # one copy for all that read such ones
     return {
         **own,
+        **alone,
+        f"TileOPs, contiguous{ALONE}": functools.partial(tileops_contiguous, caches, in_rows),
         f"FA3{ALONE}": functools.partial(fa3, caches, in_rows, append=False),
         f"FA3, metadata{ALONE}": functools.partial(fa3, caches, in_rows, metadata=True, append=False),
-        f"FlashInfer{ALONE}": functools.partial(flashinfer, caches, in_pages, append=False),
         "FA3": functools.partial(fa3, caches, in_rows),
         "FA3, metadata": functools.partial(fa3, caches, in_rows, metadata=True),
         "FlashInfer": functools.partial(flashinfer, caches, in_pages),
@@ -163,21 +169,42 @@ def fa3_latent(caches: Caches, metadata: bool) -> list[Launch]:
     return [functools.partial(launch, k, v) for k, v in _contiguous(caches)]
 
 
+def _used(caches: Caches) -> tuple[Tensor, Tensor]:
+    """Return where each row's pages begin among the pages of all rows, and these pages."""
+    table, counts = caches.state.table[0], [-(-n // caches.problem.page_size) for n in caches.seen]
+    pointers = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=caches.device)
+    return pointers, torch.cat([table[row, :n] for row, n in enumerate(counts)])
+
+
+def _scales(pool: Pool) -> dict[str, float]:
+    """Return the scales of keys and values in e4m3, each one number, or nothing.
+
+    Raises:
+        ValueError: the scales of tokens differ.
+    """
+    scales = {}
+    for name, x in (("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
+        if x is not None:
+            scales[name] = float(x[0, 0])
+            if not bool((x == x[0, 0]).all()):
+                raise ValueError(f"{name} differs between tokens, and this library has one for all")
+    return scales
+
+
 def flashinfer(caches: Caches, copies: Callable[[], Copies], append: bool = True) -> list[Launch]:
     """FlashInfer on the same pages, copied to its layout, with tensor cores."""
     module: Any = importlib.import_module("flashinfer")
-    p = caches.problem
+    p, scales = caches.problem, _scales(caches.pools[0])
     if p.new > 1 or p.window >= 0:
         raise ValueError("one new token and no window only")
-    table, counts = caches.state.table[0].cpu(), [-(-n // p.page_size) for n in caches.seen]
     workspace = torch.empty(1 << 28, dtype=torch.uint8, device=caches.device)
     wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-    pointers = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=caches.device)
-    pages = torch.cat([table[row, :n] for row, n in enumerate(counts)]).to(caches.device)
+    pointers, pages = _used(caches)
     last = torch.tensor([(n - 1) % p.page_size + 1 for n in caches.seen], dtype=torch.int32, device=caches.device)
     wrapper.plan(
-        pointers, pages, last, p.heads, p.kv_heads, p.dim, p.page_size, q_data_type=p.dtype, kv_data_type=p.dtype
-    )
+        pointers, pages, last, p.heads, p.kv_heads, p.dim, p.page_size, q_data_type=p.dtype,
+        kv_data_type=caches.pools[0].k.dtype,
+    )  # fmt: skip
     rows = torch.arange(caches.batch, dtype=torch.int32, device=caches.device)
     new_at = torch.tensor(caches.seen, dtype=torch.int32, device=caches.device) - 1
 
@@ -185,13 +212,65 @@ def flashinfer(caches: Caches, copies: Callable[[], Copies], append: bool = True
         if append:
             new = caches.k[:, 0], caches.v[:, 0]
             module.append_paged_kv_cache(*new, rows, new_at, both, pages, pointers, last, kv_layout="HND")
-        return wrapper.run(caches.q[:, 0], both)[:, None]
+        return wrapper.run(caches.q[:, 0], both, **scales)[:, None]
 
     if append:
         new_slots = torch.cat([caches.slots_of(row, 1) for row in range(caches.batch)])
         for x in (x for both in copies() for x in both):
             x[new_slots // p.page_size, :, new_slots % p.page_size] = torch.nan
     return [functools.partial(launch, both) for both in copies()]
+
+
+def flashinfer_latent(caches: Caches) -> list[Launch]:
+    """FlashInfer's kernel for latent vectors on Hopper, on the same pages. It only attends."""
+    module: Any = importlib.import_module("flashinfer.mla")
+    p = caches.problem
+    wrapper = module.BatchMLAPagedAttentionWrapper(
+        torch.empty(1 << 28, dtype=torch.uint8, device=caches.device), backend="fa3"
+    )
+    first_query = torch.arange(0, caches.batch * p.new + 1, p.new, dtype=torch.int32, device=caches.device)
+    lengths = torch.tensor(caches.seen, dtype=torch.int32, device=caches.device)
+    wrapper.plan(
+        metadata=module.MLAPlanMetadata.csr(first_query, *_used(caches), lengths), num_heads=p.heads,
+        head_dim_ckv=p.latent, head_dim_kpe=p.dim - p.latent, page_size=p.page_size, causal=p.new > 1,
+        sm_scale=p.dim**-0.5, q_data_type=p.dtype, kv_data_type=p.dtype,
+    )  # fmt: skip
+
+    def launch(pages: Tensor) -> Tensor:
+        return wrapper.run(query=caches.q.flatten(0, 1), kv_cache=pages).unflatten(0, (-1, p.new))
+
+    return [functools.partial(launch, pool.k[0].unflatten(0, (-1, p.page_size))) for pool in caches.pools]
+
+
+def tileops(caches: Caches) -> list[Launch]:
+    """TileOPs on the same pages, copied to its layout: (pages, page_size, kv_heads, dim). It only attends."""
+    module: Any = importlib.import_module("tileops.attention")
+    p = caches.problem
+    if p.new > 1 or p.window >= 0:
+        raise ValueError("one new token and no window only")
+    attention = module.GQAPagedFwdOp(is_causal=True, out_dtype=p.dtype)
+    table = caches.state.table[0, :, : -(-max(caches.seen) // p.page_size)].contiguous()
+    lengths = torch.tensor(caches.seen, dtype=torch.int32, device=caches.device)
+    first_query = torch.arange(caches.batch + 1, dtype=torch.int32, device=caches.device)
+    scales = {name: torch.tensor([x], device=caches.device) for name, x in _scales(caches.pools[0]).items()}
+
+    def launch(k: Tensor, v: Tensor) -> Tensor:
+        return attention(caches.q[:, 0], k, v, table, lengths, first_query, **scales)[:, None]
+
+    def copy(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, p.page_size)).permute(1, 2, 0, 3).contiguous()
+
+    return [functools.partial(launch, copy(pool.k), copy(pool.v)) for pool in caches.pools]
+
+
+def tileops_contiguous(caches: Caches, copies: Callable[[], Copies]) -> list[Launch]:
+    """TileOPs on a contiguous cache, on rows of one length. It only attends."""
+    module: Any = importlib.import_module("tileops.attention")
+    p = caches.problem
+    if p.new > 1 or p.window >= 0 or len(set(caches.seen)) > 1:
+        raise ValueError("one new token, equal lengths and no window only")
+    attention = module.GQADenseFwdOp(is_causal=True)
+    return [functools.partial(attention, caches.q, k, v) for k, v in copies()]
 
 
 def sdpa(caches: Caches) -> list[Launch]:

@@ -89,6 +89,8 @@ PROBLEMS = {
         Problem("8 x 256k", (256 * K,) * 8),
         Problem("8 x 1M", (K * K,) * 8),
         *(Problem(f"64 x {n}k", (n * K,) * 64) for n in (4, 64)),
+        *(Problem(f"32 x {n}k", (n * K,) * 32) for n in (4, 32)),
+        *(Problem(f"Qwen3-30B-A3B, 1 x {n}k", (n * K,), kv_heads=4) for n in (1, 4, 16, 64, 256)),
         Problem("latent, 1 x 128k", (128 * K,), heads=128, kv_heads=1, dim=576, latent=512),
         Problem("latent, 8 x 128k", (128 * K,) * 8, heads=128, kv_heads=1, dim=576, latent=512),
     )
@@ -104,6 +106,16 @@ PLOTS = (
     *(f"64 x {n}" for n in ("4k", "16k", "64k")),
     "ragged",
 )
+
+
+def _of_one_scale(x: Tensor, largest: float) -> Tensor:
+    """Return vectors of which each has ``largest`` as its largest element, exactly, and which therefore have the one
+    scale in e4m3 that other libraries want. ``x``: (heads or rows, ..., dim); float32 copies of all of it are large."""
+
+    def scaled(part: Tensor) -> Tensor:
+        return (part * (largest / part.abs().amax(-1, keepdim=True))).bfloat16().to(x.dtype)
+
+    return torch.stack([scaled(part.float()) for part in x])
 
 
 def _quantized(pool: Pool) -> Pool:
@@ -141,6 +153,7 @@ class Caches:
         for _ in range(self.layers):
             k = self._random(g, p.kv_heads, slots, p.dim)
             v = k[..., : p.latent] if p.latent else self._random(g, p.kv_heads, slots, p.dim)
+            k, v = self._scaled(k, v)
             pool = Pool(k, v, self.state.positions, p.page_size, p.latent > 0)
             self.pools.append(_quantized(pool) if p.quantized else pool)
         tables = self.state.tables(0)
@@ -149,12 +162,17 @@ class Caches:
             tables = replace(tables, shared=share([group], self.state.tables(1), p.page_size))
         self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
         self.q = self._random(g, self.batch, p.new, p.heads, p.dim)
-        self.k, self.v = (self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2))
+        self.k, self.v = self._scaled(*(self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2)))
         for pool in self.pools:  # so that attention without a write, and copies of the pages, have them, too
             eager.write(self.k, self.v, pool, tables)
 
     def _random(self, g: torch.Generator, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)
+
+    def _scaled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are, or for e4m3 with the scales 2^-7 and 1: FlashInfer has another launch for
+        any other scale of values."""
+        return (_of_one_scale(k, 3.5), _of_one_scale(v, 448.0)) if self.problem.quantized else (k, v)
 
     def _state(self, held: Sequence[int]) -> StepState:
         """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones;

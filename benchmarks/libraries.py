@@ -18,6 +18,7 @@ INSTALL = {
     "fa3-fwd": "fa3-fwd",
     "flash-attn-4": "flash-attn-4",
     "flashinfer-python": "flashinfer-python",
+    "tileops": "tileops",
     "nvidia-cudnn-frontend": "nvidia-cudnn-frontend",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import types
@@ -27,6 +28,7 @@ from ringattn.transport import group as transports
 from ringattn.virtual import VirtualRank
 
 SMALL = Problem("small", (40, 7, 130), heads=4, kv_heads=2, dim=16, page_size=16, dtype=torch.float32)
+LATENT = Problem("latent", (40, 7, 130), heads=4, kv_heads=1, dim=24, latent=16, page_size=16, dtype=torch.float32)
 NO_CLOCK = types.SimpleNamespace(between=lambda begin, end: [])
 
 
@@ -115,6 +117,76 @@ def test_others_store_the_new_tokens_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert before == [48, 35]
     assert nans.nonzero().tolist() == [[0, 48], [0, 49], [1, 35], [1, 36]]
     assert (copies[0][0][~nans] == want[~nans]).all()
+
+
+def attended(q, k, v, rows, lengths, scale: float) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Return the attention of each row's one query, (batch, heads, dim), to pages (pages, page_size, heads, dim)."""
+    outs = []
+    for query, pages, n in zip(q, rows, lengths, strict=True):
+        keys, values = (x[pages].float().flatten(0, 1)[:n] for x in (k, v))
+        groups = query.shape[0] // keys.shape[1]
+        keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+        outs.append(torch.einsum("hn,nhd->hd", torch.einsum("hd,nhd->hn", query * scale, keys).softmax(1), values))
+    return torch.stack(outs)
+
+
+class Planned:
+    """FlashInfer's wrappers by their documentation: pages of a row are ``indices[pointers[row]:pointers[row + 1]]``."""
+
+    def __init__(self, workspace, layout="", *, use_tensor_cores=False, backend="") -> None:  # type: ignore[no-untyped-def]
+        self.layout, self.backend = layout, backend
+
+    def plan(self, pointers=None, pages=None, last=None, *sizes, metadata=None, **options) -> None:  # type: ignore[no-untyped-def]
+        self.options = options
+        if metadata is not None:
+            queries, pointers, pages, self.lengths = metadata
+            assert queries.tolist() == list(range(len(self.lengths) + 1))
+            assert self.backend == "fa3"
+        ends = pointers.tolist()
+        self.rows = [pages[a:b] for a, b in itertools.pairwise(ends)]
+        if last is not None:
+            self.lengths = [(len(row) - 1) * sizes[3] + int(n) for row, n in zip(self.rows, last, strict=True)]
+            self.scale = sizes[2] ** -0.5
+
+    def run(self, q=None, both=None, k_scale=1.0, v_scale=1.0, query=None, kv_cache=None) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        if query is not None:
+            latent = kv_cache[..., None, : self.options["head_dim_ckv"]]
+            scale = self.options["sm_scale"]
+            return attended(query, kv_cache[:, :, None], latent, self.rows, self.lengths, scale)
+        assert self.layout == "HND"
+        assert both[0].dtype == self.options["kv_data_type"]
+        k, v = (x.transpose(1, 2) for x in both)
+        return attended(q, k, v, self.rows, self.lengths, self.scale * k_scale) * v_scale
+
+
+class Paged:
+    """TileOPs' paged operator by its documentation."""
+
+    def __init__(self, is_causal, out_dtype) -> None:  # type: ignore[no-untyped-def]
+        assert is_causal
+
+    def __call__(self, q, k, v, table, lengths, queries, k_scale=1.0, v_scale=1.0) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        assert queries.tolist() == list(range(len(q) + 1))
+        return attended(q, k, v, table, lengths, q.shape[-1] ** -0.5 * k_scale) * v_scale
+
+
+@pytest.mark.parametrize("problem", [SMALL, SMALL.e4m3, LATENT], ids=lambda p: p.name)
+def test_others_attend_to_the_same_pages(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
+    """Stand-ins compute what the libraries document; their sources are what the calls are checked against."""
+    metadata = types.SimpleNamespace(csr=lambda *parts: parts)
+    for name, module in (
+        ("flashinfer", dict(BatchDecodeWithPagedKVCacheWrapper=Planned)),
+        ("flashinfer.mla", dict(BatchMLAPagedAttentionWrapper=Planned, MLAPlanMetadata=metadata)),
+        ("tileops.attention", dict(GQAPagedFwdOp=Paged)),
+    ):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**module))
+    made, compared = caches(problem), []
+    decode_contestants.ours(made, 1, "auto")  # stores the new tokens
+    for name, prepare in decode_contestants.contestants(made).items():
+        if name in ("FlashInfer, attend alone", "TileOPs, attend alone"):
+            compared.append(name)
+            assert decode_contestants.sampled_error(made, 1, prepare()[1]()) < 1e-5
+    assert compared == ["FlashInfer, attend alone", "TileOPs, attend alone"][: 1 if problem.latent else 2]
 
 
 def test_ratios_are_of_the_same_job(capsys: pytest.CaptureFixture[str]) -> None:
