@@ -81,7 +81,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cp", type=positive, help="ranks that share a row; default: all")
     parser.add_argument("--packed", action="store_true", help="pack whole documents into rows of equal work")
     parser.add_argument("--steps", type=positive, default=10)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, help="default: 3e-4 at width 2048, less the wider the model, 1e-3 at most")
+    parser.add_argument("--warm-up", type=positive, default=10, metavar="STEPS", help="steps until --lr is reached")
     parser.add_argument("--text", help="a file or a folder; default: Python's standard library")
     parser.add_argument("--out", default="out/train_hf", help="folder of the checkpoint")
     parser.add_argument("--save-every", type=positive, default=100, metavar="STEPS")
@@ -185,6 +186,17 @@ def row(texts: list[bytes], context: int, index: int) -> Batch:
         file += 1
     ids = torch.tensor([tokens])
     return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.tensor([positions])}
+
+
+def update(optimizer: torch.optim.Optimizer, options: argparse.Namespace, hidden: int, step: int) -> None:
+    """Move the weights at the learning rate of this step: a linear warm-up to --lr. Adam moves every weight by about
+    as much, so logits move in proportion to the width: the default is 3e-4, the peak of Llama 3 8B, at width 2048, and
+    inversely proportional to the width, as in muP."""
+    peak = min(1e-3, 3e-4 * 2048 / hidden) if options.lr is None else options.lr
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / options.warm_up)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 Notes = dict[str, float]
@@ -299,7 +311,7 @@ def main() -> int:
     fully_shard(model, **sharding)
     if options.model_shape:
         random_weights.fill(model.train(), device, seed=0, on_host="offload_policy" in sharding)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
 
     checkpoint.check_writable(options.checkpoints)
     folder = checkpoint.to_resume(options.resume, options.checkpoints, PROGRAM)
@@ -319,8 +331,7 @@ def main() -> int:
             local["num_items_in_batch"] = ringattn.loss.count_targets(local["shift_labels"], everyone)
             loss = model(**local, use_cache=False).loss * everyone.size()  # FSDP averages over all ranks
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, options, config.hidden_size, step)
         mean = ringattn.loss.reduced(loss, everyone, wrapper="averages").item()
         seconds = time.perf_counter() - start
         rate = options.context * data_ranks / seconds

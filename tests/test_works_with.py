@@ -318,6 +318,27 @@ def test_train_hf_resumes_at_another_number_of_ranks(tmp_path) -> None:  # type:
     assert got == pytest.approx(losses(1, 3, "--out", str(tmp_path / "one")), abs=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hidden", "peak"),
+    [("", 64, 1e-3), ("", 2048, 3e-4), ("", 8192, 7.5e-5), ("--lr 0.01 --warm-up 4", 2048, 0.01)],
+)
+def test_train_hf_warms_up(monkeypatch: pytest.MonkeyPatch, arguments: str, hidden: int, peak: float) -> None:
+    """Adam moves a weight whose gradient stays the same by the learning rate of each step."""
+    pytest.importorskip("transformers", reason="pip install transformers accelerate")
+    from scripts import train_hf
+
+    monkeypatch.setattr(sys, "argv", ["train_hf.py", *arguments.split()])
+    options = train_hf.arguments()
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer, moved = torch.optim.AdamW([weight]), []
+    for step in range(12):
+        weight.grad, before = torch.ones_like(weight), weight.item()
+        train_hf.update(optimizer, options, hidden, step)
+        moved.append(before - weight.item())
+    steps = 4 if arguments else 10
+    assert moved == pytest.approx([peak * min(1, (step + 1) / steps) for step in range(12)], rel=1e-2)
+
+
 def test_train_hf_counts_pairs_of_tokens_of_one_document() -> None:
     from scripts import train_hf
 
