@@ -108,14 +108,16 @@ PLOTS = (
 )
 
 
-def _of_one_scale(x: Tensor, largest: float) -> Tensor:
-    """Return vectors of which each has ``largest`` as its largest element, exactly, and which therefore have the one
-    scale in e4m3 that other libraries want. ``x``: (heads or rows, ..., dim); float32 copies of all of it are large."""
+# The largest element of each key and value, so that all have the scales 2^-7 and 1 in e4m3: other libraries want
+# one scale for all tokens, and FlashInfer has another launch for a scale of values that is not 1.
+LARGEST_K, LARGEST_V = 3.5, 448.0
 
-    def scaled(part: Tensor) -> Tensor:
-        return (part * (largest / part.abs().amax(-1, keepdim=True))).bfloat16().to(x.dtype)
 
-    return torch.stack([scaled(part.float()) for part in x])
+def _with_largest(largest: float, x: Tensor) -> Tensor:
+    """Scale vectors x (heads or rows, ..., dim) in place, so that the largest element of each is ``largest``."""
+    for part in x:  # float32 copies of all are large
+        part.copy_((part.float() * (largest / part.float().abs().amax(-1, keepdim=True))).bfloat16())
+    return x
 
 
 def _quantized(pool: Pool) -> Pool:
@@ -151,9 +153,8 @@ class Caches:
         slots = self.state.positions.shape[0]
         g = torch.Generator(self.device).manual_seed(1)
         for _ in range(self.layers):
-            k = self._random(g, p.kv_heads, slots, p.dim)
-            v = k[..., : p.latent] if p.latent else self._random(g, p.kv_heads, slots, p.dim)
-            k, v = self._scaled(k, v)
+            k = self._random(g, p.kv_heads, slots, p.dim, largest=LARGEST_K)
+            v = k[..., : p.latent] if p.latent else self._random(g, p.kv_heads, slots, p.dim, largest=LARGEST_V)
             pool = Pool(k, v, self.state.positions, p.page_size, p.latent > 0)
             self.pools.append(_quantized(pool) if p.quantized else pool)
         tables = self.state.tables(0)
@@ -162,17 +163,15 @@ class Caches:
             tables = replace(tables, shared=share([group], self.state.tables(1), p.page_size))
         self.steps = [LayerStep(pool, tables, p.window) for pool in self.pools]
         self.q = self._random(g, self.batch, p.new, p.heads, p.dim)
-        self.k, self.v = self._scaled(*(self._random(g, self.batch, p.new, p.kv_heads, p.dim) for _ in range(2)))
+        self.k, self.v = (
+            self._random(g, self.batch, p.new, p.kv_heads, p.dim, largest=most) for most in (LARGEST_K, LARGEST_V)
+        )
         for pool in self.pools:  # so that attention without a write, and copies of the pages, have them, too
             eager.write(self.k, self.v, pool, tables)
 
-    def _random(self, g: torch.Generator, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)
-
-    def _scaled(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are, or for e4m3 with the scales 2^-7 and 1: FlashInfer has another launch for
-        any other scale of values."""
-        return (_of_one_scale(k, 3.5), _of_one_scale(v, 448.0)) if self.problem.quantized else (k, v)
+    def _random(self, g: torch.Generator, *shape: int, largest: float = 0.0) -> Tensor:
+        x = torch.randn(*shape, generator=g, device=self.device, dtype=self.problem.dtype)
+        return _with_largest(largest, x) if largest and self.problem.quantized else x
 
     def _state(self, held: Sequence[int]) -> StepState:
         """Return tables in which this rank holds ``held`` tokens of each row, and rank 0 takes the new ones;
