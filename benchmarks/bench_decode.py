@@ -87,9 +87,7 @@ def main() -> None:
     if clock.running:
         clock.start()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    problems = [
-        p if dtype == "bf16" else p.e4m3 for p in (PROBLEMS[name] for name in args.problems) for dtype in args.dtypes
-    ]
+    problems = [PROBLEMS[name].over(dtype) for name in args.problems for dtype in args.dtypes]
     rows = run(problems, args, Setup(torch.device("cuda", 0), clock))
     clock.running = False
     print(json.dumps(dict(benchmark="decode", device=torch.cuda.get_device_name(), rows=rows)))
@@ -233,7 +231,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"default: those of the tables; over ranks {', '.join(CONTEXTS)}, on the CPU the first of these",
     )  # fmt: skip
     parser.add_argument("--plots", action="store_true", help="the problems and kernels of plot_decode")
-    parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=["bf16", "e4m3"], help="of the cache")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bf16"], choices=["bf16", "fp16", "e4m3"],
+        help="of the cache; TileOPs' kernels for one row are for fp16, the wheel fa3-fwd is for bf16",
+    )  # fmt: skip
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="NAME", help="kernels to skip, by their first words"
     )

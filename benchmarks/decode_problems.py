@@ -51,10 +51,10 @@ class Problem:
         of_token = self.dim + 4 if self.quantized else self.dim * self.dtype.itemsize  # a scale is 4 bytes
         return self.keys * self.kv_heads * (1 if self.latent else 2) * of_token
 
-    @property
-    def e4m3(self) -> Problem:
-        """Return the same problem over a cache of e4m3."""
-        return replace(self, name=f"{self.name}, e4m3", quantized=True)
+    def over(self, dtype: str) -> Problem:
+        """Return the same problem over a cache of bf16, as it is, of "fp16" or of "e4m3"."""
+        other: dict[str, Any] = dict(dtype=torch.float16) if dtype == "fp16" else dict(quantized=dtype == "e4m3")
+        return self if dtype == "bf16" else replace(self, name=f"{self.name}, {dtype}", **other)
 
     def part(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Return the tokens that a rank holds of each sequence."""

@@ -71,11 +71,13 @@ def test_results_are_checked_against_float64(new: int, window: int) -> None:
 
 
 def test_a_cache_of_e4m3_is_checked_against_what_it_holds() -> None:
-    assert SMALL.e4m3.bytes == SMALL.keys * 2 * 2 * (16 + 4)
-    made = caches(SMALL.e4m3)
+    assert SMALL.over("e4m3").bytes == SMALL.keys * 2 * 2 * (16 + 4)
+    made = caches(SMALL.over("e4m3"))
     out = decode_contestants.ours(made, 1, "auto")
     assert decode_contestants.sampled_error(made, 1, out) < 1e-6
     assert "FA3" not in decode_contestants.contestants(made)
+    assert SMALL.over("fp16").dtype == torch.float16
+    assert SMALL.over("bf16") is SMALL
 
 
 def test_forks_attend_to_the_pages_that_they_share() -> None:
@@ -170,7 +172,7 @@ class Paged:
         return attended(q, k, v, table, lengths, q.shape[-1] ** -0.5 * k_scale) * v_scale
 
 
-@pytest.mark.parametrize("problem", [SMALL, SMALL.e4m3, LATENT], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [SMALL, SMALL.over("e4m3"), LATENT], ids=lambda p: p.name)
 def test_others_attend_to_the_same_pages(monkeypatch: pytest.MonkeyPatch, problem: Problem) -> None:
     """Stand-ins compute what the libraries document; their sources are what the calls are checked against."""
     metadata = types.SimpleNamespace(csr=lambda *parts: parts)
