@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from triton.runtime import driver
 
 # At most; each may need 0.2 GB, and all ranks of a host compile at once. Before Python 3.11.8, ast.parse raises
 # SystemError now and then if several threads parse (python/cpython#106905).
@@ -35,6 +36,8 @@ def compile_together(calls: Sequence[Callable[[], Any]], device: torch.device) -
     # another order than they did it.
     runs = [_outcome(call) for call in calls]
     with _one_caller, warnings.catch_warnings():
+        if device.type == "cuda":
+            _ = driver.active  # made here: threads that make it at once make several, with a C compiler
         try:
             return _in_threads(runs, device)
         except RuntimeError:  # no thread can be started: Python is about to end, or there are too many

@@ -7,7 +7,8 @@ the kernel is not specialized for only the last), of a TMA view its box.
 
 Documents and lengths change from step to step, and nothing is compiled for it: kernels are not specialized for numbers
 that vary with them, and the variants that other documents need (without a carried state, say) are compiled together
-with the first one, as ``variants`` of its launch.
+with the first one, as ``variants`` of its launch; and so are the kernels of the backward with those of the forward,
+which a forward ``rehearses``.
 
 Even that is slow for a launch that repeats with tensors of the same shapes. In a call that is recorded it is written
 into the program (:mod:`..program`); for kernels of decoding :class:`Launches` keeps all arguments of a launch except
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -44,6 +46,15 @@ _NO_SWITCH = nullcontext()
 Variants = Callable[[], Sequence[Mapping[str, Any]]]
 
 
+class _Thread(threading.local):
+    """What a thread does instead of launching: it notes launches, in a rehearsal."""
+
+    noted: list[_Kernels] | None = None
+
+
+_thread = _Thread()
+
+
 class Launched(NamedTuple):
     """A completed launch and its arguments, followed by the constants."""
 
@@ -53,8 +64,9 @@ class Launched(NamedTuple):
 
 
 def dispatch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, variants: Variants | None = None, cluster: int = 1, **constants: Any
-) -> Launched | None:
+    kernel: Any, grid: tuple[int, ...], *args: Any, variants: Variants | None = None,
+    rehearse: Callable[[], object] | None = None, cluster: int = 1, **constants: Any,
+) -> Launched | None:  # fmt: skip
     """Launch ``kernel[grid](*args, **constants)`` on the current stream; ``constants`` are its constexprs and options.
 
     Products and sums are fused: a score is one instruction. Triton 3.10 fuses them only if told to.
@@ -62,12 +74,14 @@ def dispatch(
     Args:
         variants: returns changes of arguments and constants, by name, for launches that other documents will need; they
             are compiled when this launch is.
+        rehearse: does what will follow this call; what that launches is not launched, but compiled when this launch is.
+            Whatever it raises, it does when it follows.
         cluster: CTAs of a cluster; ``grid`` counts clusters. Always the same for a kernel; above 1 only where there are
             :data:`CLUSTERS`.
 
     Returns:
-        The launch, for :meth:`Launches.remember`; None from the interpreter, and where Triton's ``jit_cache_hook`` says
-        that the kernel is not to be compiled.
+        The launch, for :meth:`Launches.remember`; None from the interpreter, in a rehearsal, and where Triton's
+        ``jit_cache_hook`` says that the kernel is not to be compiled.
 
     Raises:
         Exception: a kernel or a variant does not compile; nothing was launched.
@@ -75,6 +89,10 @@ def dispatch(
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
     given, args = args, _plain(args)
+    if _thread.noted is not None:
+        others = variants() if variants is not None else ()
+        _thread.noted.append(_Kernels(kernel, device, grid, args, constants, others, cluster))
+        return None
     cached = _compiled.get(_key(kernel, device, args, constants))
     if cached is None:
         if isinstance(kernel, InterpretedFunction):
@@ -82,7 +100,7 @@ def dispatch(
             kernel[grid](*args, enable_fp_fusion=True, **constants)
             return None
         others = variants() if variants is not None else ()
-        cached = _compile(kernel, device, grid, args, constants, others, cluster)
+        cached = _compile(kernel, device, grid, args, constants, others, cluster, rehearse)
         if cached is None:  # as Triton launches nothing then
             program.not_repeatable("a kernel that is not compiled")
             return None
@@ -105,12 +123,44 @@ def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) ->
     _compile(kernel, device, (*grid, 1, 1)[:3], args, constants)
 
 
+class _Kernels(NamedTuple):
+    """The kernel of a launch and its variants."""
+
+    kernel: Any
+    device: torch.device
+    grid: tuple[int, ...]
+    args: Sequence[Any]
+    constants: Mapping[str, Any]
+    variants: Sequence[Mapping[str, Any]]
+    cluster: int
+
+    def calls(self) -> Iterator[tuple[Hashable, Callable[[], CompiledKernel | None], list[Any]]]:
+        """Yield for each the key, what compiles and loads it, and its constants."""
+        names = self.kernel.arg_names[: len(self.args)]
+        for changes in ({}, *self.variants):
+            changed = _plain([changes.get(name, x) for name, x in zip(names, self.args, strict=True)])
+            options = {name: changes.get(name, x) for name, x in self.constants.items()}
+            warmup = functools.partial(self.kernel.warmup, *changed, grid=self.grid, enable_fp_fusion=True, **options)
+            values = [options[name] for name in self.kernel.arg_names[len(self.args) :]]
+            yield _key(self.kernel, self.device, changed, options), functools.partial(self._loaded, warmup), values
+
+    def _loaded(self, warmup: Callable[[], CompiledKernel | None]) -> CompiledKernel | None:
+        """Compile, have Triton make the launcher, for which it runs a C compiler, and load the kernel: that may wait
+        for the GPU."""
+        compiled = warmup()
+        if compiled is not None:
+            if self.cluster > 1:
+                compiled.packed_metadata = (compiled.metadata.num_warps, self.cluster, compiled.metadata.shared)
+            getattr(compiled, "run", None)
+        return compiled
+
+
 def _compile(
     kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
-    variants: Sequence[Mapping[str, Any]] = (), cluster: int = 1,
+    variants: Sequence[Mapping[str, Any]] = (), cluster: int = 1, rehearse: Callable[[], object] | None = None,
 ) -> tuple[CompiledKernel, list[Any]] | None:  # fmt: skip
-    """Compile and load the kernel of a launch, and those of its variants at the same time; return the first and its
-    constants, or None if Triton's ``jit_cache_hook`` says that it is not to be compiled.
+    """Compile and load the kernel of a launch, and at the same time those of its variants and of what is rehearsed;
+    return the first and its constants, or None if Triton's ``jit_cache_hook`` says that it is not to be compiled.
 
     Triton launches the clusters that a kernel has been compiled for, and this one is compiled for single CTAs: clusters
     come of the packed metadata, see :mod:`.launch_paths`.
@@ -118,29 +168,41 @@ def _compile(
     Raises:
         Exception: what was raised by the first compilation that failed. The kernels of the others are kept."""
     cache_folder.ensure()
-    names = kernel.arg_names[: len(args)]
+    asked = _Kernels(kernel, device, grid, args, constants, variants, cluster)
     found: dict[Hashable, tuple[CompiledKernel, list[Any]] | None] = {}
     missing: dict[Hashable, tuple[Callable[[], Any], list[Any]]] = {}
-    for changes in ({}, *variants):
-        changed = _plain([changes.get(name, x) for name, x in zip(names, args, strict=True)])
-        options = {name: changes.get(name, x) for name, x in constants.items()}
-        key = _key(kernel, device, changed, options)
-        found[key] = _compiled.get(key)
-        if found[key] is None:
-            call = functools.partial(kernel.warmup, *changed, grid=grid, enable_fp_fusion=True, **options)
-            missing[key] = call, [options[name] for name in kernel.arg_names[len(args) :]]
+    for some in (asked, *(_rehearsed(rehearse) if rehearse is not None else ())):
+        for key, call, values in some.calls():
+            if key not in found:
+                found[key] = _compiled.get(key)
+                if found[key] is None:
+                    missing[key] = call, values
+        if some is asked:
+            needed = len(found)
     outcomes = compile_together([call for call, _ in missing.values()], device) if missing else []
     for (key, (_, values)), compiled in zip(missing.items(), outcomes, strict=True):
         if isinstance(compiled, Exception) or compiled is None:
             continue
-        if cluster > 1:
-            compiled.packed_metadata = (compiled.metadata.num_warps, cluster, compiled.metadata.shared)
-        getattr(compiled, "run", None)  # loads it now: that may wait for the GPU
         found[key] = _compiled.put(key, (compiled, values))
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
+    errors = {key: outcome for key, outcome in zip(missing, outcomes, strict=True) if isinstance(outcome, Exception)}
+    for key in list(found)[:needed]:
+        if key in errors:
+            raise errors[key]
     return next(iter(found.values()))
+
+
+def _rehearsed(rehearse: Callable[[], object]) -> list[_Kernels]:
+    """Return what a rehearsal would launch; nothing if it fails, as for want of memory, or in one."""
+    if _thread.noted is not None or program.current() is not None:
+        return []
+    _thread.noted = noted = []
+    try:
+        rehearse()
+    except Exception:
+        noted.clear()
+    finally:
+        _thread.noted = None
+    return noted
 
 
 def _key(kernel: Any, device: torch.device, args: Sequence[Any], constants: Mapping[str, Any]) -> Hashable:

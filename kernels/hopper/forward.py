@@ -24,6 +24,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...partial import Partial
+from .. import rehearsal
 from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import CLUSTERS, dispatch, on_device
 from . import alibi_product, forward_d512, forward_kernel, limits
@@ -166,7 +167,10 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
         counter, division, sums = _divided(q, v, block, config)
         kernel = forward_kernel.kernel if config.ctas == 1 else forward_d512.kernel
         grid, args, constants = _launch(x, changes, config, counter, division, sums)
-        dispatch(kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter), **constants)
+        dispatch(
+            kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter),
+            rehearse=lambda: rehearsal.backward("hopper", q, x.keys, score), **constants,
+        )  # fmt: skip
 
 
 def _divided(q: Tensor, v: Tensor, block: Block, config: Config) -> tuple[Tensor, Division | None, Tensor | None]:

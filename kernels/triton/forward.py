@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from ...partial import Partial
+from .. import rehearsal
 from ..contract import PERIOD, Block, Keys, Result, Score
 from ..launch import dispatch
 from . import primitives
@@ -112,6 +113,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             STAGES=tiles.num_stages, PERIOD=period, UNIT=unit, num_stages=tiles.num_stages,
             num_warps=tiles.num_warps,
             variants=lambda: _variants(q, block, score),
+            rehearse=lambda: rehearsal.backward("triton", q, keys, score),
         )  # fmt: skip
     return result
 

@@ -79,7 +79,7 @@ def make(
             lengths,
             pairs,
             mask.max_keys_per_query,
-            chunked=segments_k is None or len(seen) > 1,
+            chunked=(segments_k is None and len(keys_at) < mask.seq_len_k) or len(seen) > 1,
             long=mask.seq_len_k > LONGEST_SUM,
             others=others,
         )
