@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +49,37 @@ def test_a_check_that_raises_is_the_exit_status(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(doctor, "limits", broken)
     assert doctor.main([]) == 1
     assert "fail  broken                OSError: no such device\n" in capsys.readouterr().out
+
+
+def test_exchanges_go_on_while_other_checks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NCCL, on the GPUs, not before these have been timed; and what is found comes in the same order each time."""
+    events: list[str] = []
+    summed = threading.Event()
+
+    def exchange(backend: str) -> Any:
+        events.append(backend)
+        assert summed.wait(60)
+        if backend == "nccl":
+            raise OSError("no such interface")
+        yield doctor.ok(f"two ranks, {backend}", "agree")
+
+    def check(name: str) -> Any:
+        def run(*_: Any) -> Any:
+            events.append(name)
+            if name == "arithmetic":
+                summed.set()
+            yield doctor.ok(name, "well")
+
+        return run
+
+    names = ("versions", "gpus", "links", "settings", "limits", "arithmetic")
+    for name in names:
+        monkeypatch.setattr(doctor, name, check(name))
+    monkeypatch.setattr(doctor, "exchange", exchange)
+    found = list(doctor.examine(doctor.all_checks(0.0)))
+    assert [finding.check for finding in found] == [*names, "two ranks, gloo", "exchange"]
+    assert (found[-1].verdict, found[-1].text) == ("fail", "OSError: no such interface")
+    assert events.index("nccl") > events.index("links")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -232,10 +233,9 @@ def limits() -> Iterator[Finding]:
 # --- An exchange between two processes -----------------------------------------------------------------
 
 
-def exchange() -> Iterator[Finding]:
-    yield _exchanged("gloo")
-    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        yield _exchanged("nccl")
+def exchange(backend: str) -> Iterator[Finding]:
+    if backend == "gloo" or (torch.cuda.is_available() and torch.cuda.device_count() > 1):
+        yield _exchanged(backend)
 
 
 def _exchanged(backend: str) -> Finding:
@@ -315,7 +315,8 @@ class Problem:
     def __init__(self, mask: Mask, seq_len: int, dtype: torch.dtype, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(seq_len)
         shapes = dict(q=4, k=2, v=2, dout=4)  # heads
-        make = lambda heads: torch.randn(1, seq_len, heads, 64, generator=generator).to(device, dtype)  # noqa: E731
+        dim = 64 if dtype == torch.float32 else 128  # with fewer kernels to compile than the other one
+        make = lambda heads: torch.randn(1, seq_len, heads, dim, generator=generator).to(device, dtype)  # noqa: E731
         self.inputs = {name: make(heads) for name, heads in shapes.items()}
         self.dtype = dtype
         self.exact = self._dense(lambda q, k, v: reference.attention(q, k, v, mask)[0], torch.float64)
@@ -386,13 +387,30 @@ def arithmetic(seconds: float) -> Iterator[Finding]:
 Check = Callable[[], Iterator[Finding]]
 
 
-def examine(checks: dict[str, Check]) -> Iterator[Finding]:
-    """Yield the findings of all checks. A check that raises is a finding that failed."""
-    for name, check in checks.items():
+def all_checks(seconds: float) -> Iterator[Check]:
+    """Yield all checks. Exchanges go on in other processes meanwhile, over NCCL when the GPUs have been timed."""
+    gloo = begun(functools.partial(exchange, "gloo"))
+    yield from (versions, gpus, links)
+    nccl = begun(functools.partial(exchange, "nccl"))
+    yield from (settings, limits, functools.partial(arithmetic, seconds), gloo, nccl)
+
+
+def begun(check: Check) -> Check:
+    """Begin a check in a thread, and return one that waits for its findings."""
+    pool = ThreadPoolExecutor(1)
+    findings = pool.submit(lambda: list(check()))
+    pool.shutdown(wait=False)
+    return functools.wraps(getattr(check, "func", check))(lambda: iter(findings.result()))
+
+
+def examine(checks: Iterable[Check]) -> Iterator[Finding]:
+    """Yield the findings of checks. A check that raises is a finding that failed."""
+    for check in checks:
         try:
             yield from check()
         except Exception as error:
             text = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:300]}"
+            name = getattr(check, "func", check).__name__  # type: ignore[attr-defined]
             yield Finding(name, "fail", text, "this check could not run; report the output of this command")
 
 
@@ -405,12 +423,11 @@ def main(argv: list[str] | None = None, name: str = "ringattn.doctor") -> int:
     if args.exchange:
         backend, store, rank = args.exchange
         return _as_rank(backend, store, int(rank))
-    checks: dict[str, Check] = {check.__name__: check for check in (versions, gpus, links, settings, limits, exchange)}
     findings = []
     if not args.json:
         compiles = torch.cuda.is_available()
         print("about 40 seconds; 90 if kernels are compiled" if compiles else "about 20 seconds", flush=True)
-    for finding in examine(checks | {"arithmetic": functools.partial(arithmetic, args.seconds)}):
+    for finding in examine(all_checks(args.seconds)):
         findings.append(finding)
         if not args.json:
             print(f"{finding.verdict:4}  {finding.check:20}  {finding.text}", flush=True)

@@ -14,6 +14,7 @@ from ..kernels.contract import Block, Keys, Outputs, Queries, Score, accumulatio
 HEADS = 32, 8  # of queries and of keys
 
 
+@torch.no_grad()
 def measure(
     kernel: str,
     device: torch.device,
@@ -32,6 +33,7 @@ def measure(
         torch.randn(1, tokens, heads, head_dim, device=device, dtype=dtype)
         for heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])
     )
+    q.requires_grad_(), k.requires_grad_()  # so that both passes are compiled together
     score, position = Score(head_dim**-0.5), torch.arange(tokens, dtype=torch.int32)
     start, end = torch.zeros_like(position)[None], position[None] + 1
     keys = Keys(k, v, Block(start, end, position, position, (tokens,), (tokens,), tokens * (tokens + 1) / 2))
