@@ -195,7 +195,7 @@ def _rehearsed(rehearse: Callable[[], object]) -> list[_Kernels]:
     """Return what a rehearsal would launch; nothing if it fails, as for want of memory, or in one."""
     if _thread.noted is not None or program.current() is not None:
         return []
-    _thread.noted = noted = []
+    noted = _thread.noted = list[_Kernels]()
     try:
         rehearse()
     except Exception:

@@ -271,8 +271,8 @@ def hopper_driver():
 
 def compile_for(target: GPUTarget, kernel, grid, args, options) -> CompiledKernel:
     """Compile ``kernel[grid](*args, **options)``; the tensors among the arguments may be on any device. ``options`` may
-    have the ``variants`` of a launch and what to ``rehearse``, which are not compiled, and the size of its ``cluster``, which
-    is not compiled in."""
+    have the ``variants`` of a launch and what to ``rehearse``, which are not compiled, and the size of its
+    ``cluster``, which is not compiled in."""
     options = {name: value for name, value in options.items() if name not in ("variants", "rehearse", "cluster")}
     with _driver_of(target):
         return kernel.warmup(*args, grid=grid, **options)
