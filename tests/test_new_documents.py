@@ -272,7 +272,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     keys: set[Any] = set()
     cpu = torch.device("cpu")
 
-    def note(kernel: Any, grid: Any, *args: Any, variants: Any = None, **constants: Any) -> None:
+    def note(kernel: Any, grid: Any, *args: Any, variants: Any = None, rehearse: Any = None, **constants: Any) -> None:
         names = kernel.arg_names[: len(args)]
         for changes in ({}, *(() if variants is None else variants())):
             changed = [changes.get(name, x) for name, x in zip(names, args, strict=True)]
