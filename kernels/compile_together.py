@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from triton.runtime import driver
+from triton.runtime import cache, driver
 
 # At most; each may need 0.2 GB, and all ranks of a host compile at once. Before Python 3.11.8, ast.parse raises
 # SystemError now and then if several threads parse (python/cpython#106905).
@@ -36,8 +36,6 @@ def compile_together(calls: Sequence[Callable[[], Any]], device: torch.device) -
     # another order than they did it.
     runs = [_outcome(call) for call in calls]
     with _one_caller, warnings.catch_warnings():
-        if device.type == "cuda":
-            _ = driver.active  # made here: threads that make it at once make several, with a C compiler
         try:
             return _in_threads(runs, device)
         except RuntimeError:  # no thread can be started: Python is about to end, or there are too many
@@ -63,6 +61,11 @@ def _in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) -> lis
     prepare = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else (lambda: None)
     with ThreadPoolExecutor(threads, "ringattn-compile", prepare) as pool:
         try:
+            if device.type == "cuda":
+                # The first time Triton hashes its library, 400 MB, and makes its driver with a C compiler, and threads
+                # that need both at once make several: both at the same time, and the driver here.
+                pool.submit(getattr(cache, "triton_key", lambda: None))
+                _ = driver.active
             return [future.result() for future in [pool.submit(call) for call in calls]]
         except BaseException:  # KeyboardInterrupt: only what is being compiled is waited for
             pool.shutdown(wait=False, cancel_futures=True)
