@@ -15,7 +15,10 @@ from simulated_host import Host, _Compiled
 
 import ringattn
 from ringattn.kernels import launch, launch_paths, rehearsal
+from ringattn.kernels.backends import BACKENDS
+from ringattn.kernels.contract import Keys, Outputs, Queries, Score
 from ringattn.kernels.hopper import backward, work_counter
+from ringattn.virtual import VirtualRank
 
 pytestmark = pytest.mark.skipif(not launch_paths.direct(), reason="this Triton passes arguments in another way")
 
@@ -88,6 +91,29 @@ def test_a_first_forward_compiles_all_that_its_backward_launches(
     first.backward(out)
     assert first.launched("backward") == 1
     assert sum(first.kernels("backward")) == together
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_ring_compiles_in_its_first_step_what_its_backward_launches(
+    monkeypatch: pytest.MonkeyPatch, shape: Any
+) -> None:
+    """With keys of this rank and then of another one, whose gradients are float32."""
+    heads, dim, tokens = shape
+    first = First(monkeypatch, 1, "causal", tokens, heads, dim)
+    plan = ringattn.plan(2 * tokens, VirtualRank(1, 2), causal=True, dataflow="ring")
+    kernels, score = BACKENDS["hopper"], Score(dim**-0.5)
+    chunks = [Keys(first.k, first.v, plan.block(1, owner)) for owner in (1, 0)]
+    with torch.no_grad():
+        state = kernels.forward(first.q, chunks[0], score)
+        together = first.kernels("backward")
+        out, lse = kernels.output(first.q, chunks[1], score, state)
+        outputs: Outputs | None = Outputs(out)
+        dq = torch.empty(first.q.shape)
+        for keys in chunks:
+            kernels.backward(Queries(first.q, out, lse, torch.empty_like(lse)), keys, score, dq, outputs=outputs)
+            outputs = None
+    assert [n for n in together if n] == [n for n in first.kernels("backward_d") if n]
+    assert (first.launched("forward"), first.launched("backward_d")) == (2, 2)
 
 
 def test_a_forward_alone_compiles_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
