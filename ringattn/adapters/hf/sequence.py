@@ -246,7 +246,7 @@ class Sequence:
             stack.enter_context(SEQUENCES.active(self))
             stack.enter_context(images.taken(self.model, self.images))
             if self.record.replaces or not (self.record.attends and self.record.has_loss):
-                stack.enter_context(watched(self.entry, after=self._after_forward))
+                stack.enter_context(watched(self.entry, after=self.after_forward))
             for other in {self.entry, *(other.entry for other in self.outers)} if outer else ():
                 stack.enter_context(watched(other, before=self._check_inputs))
             yield self.local
@@ -262,7 +262,7 @@ class Sequence:
                     "to the innermost. Leave one ringattn.hf.sequence() before entering the next"
                 )
 
-    def _after_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> Any:
+    def after_forward(self, kwargs: Mapping[str, Any], outputs: Any) -> Any:
         """Check a first forward, and return outputs with this rank's part of the loss where the model's is a mean."""
         if SEQUENCES.innermost() is not self:  # the forward is that of an inner sequence
             return None

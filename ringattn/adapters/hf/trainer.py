@@ -25,6 +25,7 @@ from .called import attending, run
 from .models import shifts, unwrapped
 from .sequence import Sequence
 from .versions import needed, tried, version
+from .whole_rows import whole_rows
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +39,28 @@ _TRAINER_HOOKS = {
     "_prepare_context_parallel_inputs": ("model", "inputs"),
 }
 _ACCELERATOR_HOOKS: dict[str, tuple[str, ...]] = {"_prepare_cp": ("args",)}
-_SFT_HOOKS = {
+_TRL_HOOKS: dict[str, tuple[str, ...]] = {
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
 }
+# Trainers of trl whose losses compare rows, and what they override further.
+_OF_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
+    "DPOTrainer": {"compute_ref_log_probs": ("model", "inputs")},
+    "KTOTrainer": {"compute_ref_log_probs": ("model", "inputs")},
+    "RewardTrainer": {},
+}
 
 
-def check_hooks(trainer: type, accelerator: type, sft: type | None = None) -> None:
+def check_hooks(trainer: type, accelerator: type, of_trl: type | None = None) -> None:
     """Check that the methods that :class:`RingTrainerMixin` and :func:`prepare` override exist, with their parameters.
 
     Raises:
         RuntimeError: naming the method and the installed versions.
     """
     expected: list[tuple[type, Mapping[str, tuple[str, ...]]]]
-    expected = [(trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS), *([(sft, _SFT_HOOKS)] if sft else [])]
+    expected = [(trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS)]
+    if of_trl:
+        expected.append((of_trl, _TRL_HOOKS | _OF_ROWS.get(of_trl.__name__, {})))
     for owner, hooks in expected:
         for method, parameters in hooks.items():
             function = inspect.getattr_static(owner, method, None)
@@ -61,8 +70,9 @@ def check_hooks(trainer: type, accelerator: type, sft: type | None = None) -> No
                     f"overrides {owner.__name__}.{method}({', '.join(parameters)})",
                     "no such method" if names is None else f"({', '.join(names)})",
                 )
-    if sft and not hasattr(sys.modules[sft.__module__], "add_fused_lm_head"):
-        _refuse_versions("relies on SFTTrainer adding up one log-probability per target", "a loss of another kind")
+    head = of_trl is None or of_trl.__name__ == "RewardTrainer" or "add_fused_lm_head"
+    if of_trl and isinstance(head, str) and not hasattr(sys.modules[of_trl.__module__], head):
+        _refuse_versions(f"relies on {of_trl.__name__} adding up one log-probability per target", "another kind of loss")
 
 
 def _refuse_versions(reliance: str, difference: str) -> None:
@@ -73,20 +83,20 @@ def _refuse_versions(reliance: str, difference: str) -> None:
     )
 
 
-def _sft_trainer(trainer: type) -> Any:
-    """Return trl's SFTTrainer, if the class extends it, or None.
+def _trainer_of_trl(trainer: type) -> Any:
+    """Return the trainer of trl that the class extends, or None.
 
     Raises:
-        NotImplementedError: it extends another trainer of trl.
+        NotImplementedError: it is none of those that ringattn supports.
     """
     of_trl = [c for c in trainer.__mro__ if c.__module__.split(".")[0] == "trl"]
-    if of_trl and of_trl[0].__name__ != "SFTTrainer":
+    if of_trl and of_trl[0].__name__ not in ("SFTTrainer", *_OF_ROWS):
         raise NotImplementedError(
-            f"the loss of trl's {of_trl[0].__name__} compares whole rows, and is not a sum over tokens that ranks "
-            "share; of trl's trainers ringattn supports SFTTrainer; for losses of whole rows (DPO, rewards) write a "
-            "loop with ringattn.loss.log_probs and ringattn.loss.row_sums"
+            f"of trl's trainers ringattn supports SFTTrainer, {', '.join(_OF_ROWS)}, and not {of_trl[0].__name__}; "
+            "write a loop with ringattn.hf.sequence(), ringattn.loss.log_probs and, for losses of whole rows, "
+            "ringattn.loss.row_sums"
         )
-    return of_trl[0] if of_trl else None
+    return [c for c in of_trl if c.__name__ == of_trl[0].__name__][-1] if of_trl else None
 
 
 def prepare(accelerator: Any) -> Any:
@@ -104,7 +114,9 @@ def prepare(accelerator: Any) -> Any:
 class _LeavesAttention:
     """An Accelerator whose context parallelism is ringattn's."""
 
-    ring_adds_up = False  # whether numbers given to gather_for_metrics are sums over this rank's tokens
+    # What numbers given to gather_for_metrics are on ranks that share a sequence: "parts", sums over the rank's tokens;
+    # "equal", of whole rows; "" for neither.
+    ring_numbers = ""
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         return args
@@ -115,8 +127,11 @@ class _LeavesAttention:
         parallel = self.parallelism_config
         if parallel is None or not parallel.cp_enabled:
             return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
-        if self.ring_adds_up and isinstance(input_data, Tensor) and input_data.ndim == 0:
-            return self.gather(input_data).unflatten(0, (-1, parallel.non_data_parallel_size)).sum(1)
+        if isinstance(input_data, tuple):
+            return tuple(self.gather_for_metrics(x, use_gather_object) for x in input_data)
+        if self.ring_numbers and isinstance(input_data, Tensor) and input_data.ndim == 0:
+            numbers = self.gather(input_data).unflatten(0, (-1, parallel.non_data_parallel_size))
+            return numbers.sum(1) if self.ring_numbers == "parts" else numbers[:, 0]
         if not isinstance(input_data, Tensor) or input_data.ndim == 0:
             raise NotImplementedError(
                 f"gather_for_metrics() got a {type(input_data).__name__}; under cp_size > 1 it takes a tensor of rows, "
@@ -144,6 +159,8 @@ class RingTrainerMixin:
     """
 
     ring_options: Mapping[str, Any] = {}
+    ring_attends = False  # whether models of another attention attend by ringattn
+    _ring_inside = False  # of _whole_rows()
     accelerator: Any
     args: Any
 
@@ -156,8 +173,8 @@ class RingTrainerMixin:
                 setattr(self.args, name, value)
 
     def create_accelerator_and_postprocess(self) -> None:
-        sft = _sft_trainer(type(self))
-        check_hooks(needed("transformers", "Trainer"), needed("accelerate", "Accelerator"), sft)
+        of_trl = _trainer_of_trl(type(self))
+        check_hooks(needed("transformers", "Trainer"), needed("accelerate", "Accelerator"), of_trl)
         with shared_on_cpus():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare(self.accelerator)
@@ -168,7 +185,10 @@ class RingTrainerMixin:
                 self.accelerator.num_processes,
             )
         self.gather_function = self.accelerator.gather_for_metrics  # bound to its new class
-        self._ring_sft = sft is not None
+        self._ring_rows = of_trl is not None and of_trl.__name__ in _OF_ROWS
+        self._ring_sft = of_trl is not None and not self._ring_rows
+        if self._ring_rows:
+            self.accelerator.ring_numbers = "equal"
         if self._ring_sft:
             # Its __init__ has packed by now. Next it would refuse packing, with which accelerate's own context
             # parallelism lets documents see each other.
@@ -196,11 +216,15 @@ class RingTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        if not prediction_loss_only:
+        picks = self._ring_rows and not hasattr(super(), "compute_ref_log_probs")  # of a row: rewards, which are whole
+        if not (prediction_loss_only or picks):
             raise NotImplementedError(
                 "predict(), and evaluate() with compute_metrics, would get the logits of this rank's tokens only; set "
                 "prediction_loss_only=True, or reload the model with attn_implementation='sdpa' in one process"
             )
+        if self._ring_rows:
+            with self._whole_rows():
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         if inputs.get("labels") is None:
             raise ValueError(
                 f"the batch has {', '.join(inputs)} and no labels; evaluation over ranks gives the loss only"
@@ -229,22 +253,47 @@ class RingTrainerMixin:
     ) -> Any:
         if self._ring_sft and num_items_in_batch is None:
             raise ValueError(f"the batch has {', '.join(inputs)} and no labels to count; SFTTrainer needs them")
-        self.accelerator.ring_adds_up = self._ring_sft  # inside, SFTTrainer gathers sums over tokens
+        if self._ring_sft:  # which gathers sums over tokens
+            self.accelerator.ring_numbers = "parts"
         try:
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         finally:
-            self.accelerator.ring_adds_up = False
+            self.accelerator.ring_numbers = "equal" if self._ring_rows else ""
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if not getattr(self, "_ring_checked", False):
-            _check_trainer(self)
-            self._ring_checked = True
+        if self._ring_rows:
+            return self._whole_rows, inputs
+        self._check_once()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         sequence = Sequence(model, inputs, _group(self.accelerator), **self.ring_options)
         sequence.local.pop("num_items_in_batch", None)  # the Trainer's own covers accumulated batches and all ranks
         return sequence.active, sequence.local
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        with self._whole_rows():
+            return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _whole_rows(self: Any) -> Iterator[None]:
+        """Let the trainer's models be called with whole rows inside of the block."""
+        if self._ring_inside:
+            yield
+            return
+        self._check_once()
+        models = [self.model, *([self.ref_model] if getattr(self, "ref_model", None) is not None else [])]
+        with contextlib.ExitStack() as stack:
+            for model in models if self.ring_attends else ():
+                stack.enter_context(attending(model))
+            stack.enter_context(replaced(self, "_ring_inside", True))
+            stack.enter_context(whole_rows(models, _group(self.accelerator), **self.ring_options))
+            yield
+
+    def _check_once(self) -> None:
+        if not getattr(self, "_ring_checked", False):
+            _check_trainer(self)
+            self._ring_checked = True
 
 
 def over_ranks(stock: type, options: Mapping[str, Any]) -> type:
@@ -253,6 +302,7 @@ def over_ranks(stock: type, options: Mapping[str, Any]) -> type:
 
     class OverRanks(RingTrainerMixin, stock):  # type: ignore[misc, valid-type]
         ring_options = options
+        ring_attends = True
 
         def create_accelerator_and_postprocess(self) -> None:
             config = needed("accelerate", "ParallelismConfig")

@@ -1,0 +1,103 @@
+"""Models that are called with whole rows, compute this rank's tokens, and return results of whole rows: for losses that
+compare rows, as trl computes them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..replacing import replaced
+from .models import entry
+from .sequence import Sequence
+
+
+@contextlib.contextmanager
+def whole_rows(models: Iterable[nn.Module], group: Any = None, **options: Any) -> Iterator[None]:
+    """Let models be called with whole rows, the same on every rank of the group, inside of the block; the backward
+    belongs into it, too. Every rank makes the same calls.
+
+    A causal language model with trl's head, called with ``fused_lm_head=True``, returns its results for every token,
+    (batch, seq_len - 1), on every rank; calls without it are the model's own. A classifier returns the scores of every
+    row. A wrapper that **averages** gradients over ranks makes those of a loss that every rank computes from these the
+    gradients of one process.
+
+    Args:
+        models: with ``attn_implementation="ringattn"``, wrapped (DDP, FSDP2, PEFT) or not.
+        options: of :func:`ringattn.hf.sequence`.
+
+    Raises:
+        NotImplementedError: a classifier whose head does not score each token.
+    """
+    kept: list[Sequence] = []  # layers that are computed again in the backward look for them
+    with contextlib.ExitStack() as stack:
+        for model in {id(m): m for m in map(entry, models)}.values():
+            classifier = _classifier(model)
+            if classifier is not None:
+                backbone, head = classifier
+                forward = _over_ranks(backbone, group, options, kept)
+                hook = head.register_forward_hook(lambda head, args, scores: kept[-1].plan.unshard(scores))
+                stack.callback(hook.remove)
+                stack.enter_context(replaced(backbone, "forward", forward))
+            else:
+                forward = _over_ranks(model, group, options, kept)
+                stack.enter_context(replaced(model, "forward", _scored(model.forward, forward, kept)))
+        yield
+
+
+def _over_ranks(model: Any, group: Any, options: dict[str, Any], kept: list[Sequence]) -> Callable[..., Any]:
+    """Return a forward that takes whole rows, and returns what the model's own returns for this rank's tokens."""
+    theirs = model.forward
+    names = tuple(inspect.signature(theirs).parameters)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
+        kept.append(sequence := Sequence(model, batch, group, **options))
+        others = {name: x for name, x in given.items() if name not in batch}
+        with sequence.active() as local:
+            outputs = theirs(**others, **local)
+            changed = sequence.after_forward(local, outputs)
+        return outputs if changed is None else changed
+
+    return forward
+
+
+def _scored(theirs: Callable[..., Any], over_ranks: Callable[..., Any], kept: list[Sequence]) -> Callable[..., Any]:
+    """Return a forward that returns results for the tokens of whole rows, where it is called with trl's head."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("fused_lm_head"):
+            return theirs(*args, **kwargs)
+        outputs = over_ranks(*args, **kwargs)
+        marked = outputs["label_mask"]
+        local = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.shape == marked.shape}
+        together = torch.stack([x.to(outputs["log_probs"].dtype) for x in local.values()], -1)
+        whole = kept[-1].plan.unshard(together)[:, :-1].unbind(-1)  # the last token of a row has no target
+        return type(outputs)(**{name: y.to(x.dtype) for (name, x), y in zip(local.items(), whole, strict=True)})
+
+    return forward
+
+
+def _classifier(model: Any) -> tuple[Any, nn.Module] | None:
+    """Return the layers of a classifier of rows and its head, which scores every token; None for a language model.
+
+    Raises:
+        NotImplementedError: the head reads tokens that other ranks may hold.
+    """
+    part: Any
+    for part in model.modules():
+        head = getattr(part, "score", None)
+        if isinstance(head, nn.Module) and getattr(part, "base_model", part) is not part:
+            return part.base_model, head
+    if model.get_output_embeddings() is None:
+        raise NotImplementedError(
+            f"{type(model).__name__} has neither a head `score`, which scores each token before one is picked, nor the "
+            "head of a language model: what it picks of a row other ranks may hold; use a decoder's, such as "
+            "LlamaForSequenceClassification"
+        )
+    return None

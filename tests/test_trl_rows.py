@@ -1,0 +1,137 @@
+"""trl's trainers whose losses compare rows (DPO, rewards, KTO) over ranks against themselves in one process: losses,
+metrics, every gradient, evaluation.
+
+Runs where trl is installed (tried with 1.16.0).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trl reports what it trains
+trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
+peft = pytest.importorskip("peft", reason="pip install peft")
+import transformers  # noqa: E402
+from accelerate import ParallelismConfig  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from test_hf import SMALL, forget_accelerate  # noqa: E402
+from test_trl import WORDS, tokenizer  # noqa: E402
+
+import ringattn.hf  # noqa: E402
+
+STEPS = 2
+
+
+def model_of(attn: str, seed: int, scores: bool = False) -> Any:
+    """A tiny Llama in float64, the same weights whatever the attention."""
+    auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+    config = transformers.LlamaConfig(**SMALL, num_labels=1)
+    model = auto.from_config(config, attn_implementation=attn)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.15 + (1.0 if parameter.ndim == 1 else 0.0))
+    return model.double()
+
+
+def data_of(rows: int, kind: str) -> Dataset:
+    """Prompts and answers of different lengths."""
+    g = torch.Generator().manual_seed(rows)
+
+    def words(least: int) -> str:
+        n = int(torch.randint(least, 14, (), generator=g))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=g))
+
+    if kind == "kto":
+        lines = [{"prompt": words(1), "completion": " " + words(1), "label": i % 3 != 1} for i in range(rows)]
+    else:
+        lines = [{"prompt": words(1), "chosen": " " + words(1), "rejected": " " + words(1)} for _ in range(rows)]
+    return Dataset.from_list(lines)
+
+
+KINDS = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig),
+         "reward": (trl.RewardTrainer, trl.RewardConfig)}  # fmt: skip
+
+
+def trainer_of(kind: str, attn: str, folder: str, **options: Any) -> Any:
+    distributed = torch.distributed.is_initialized()
+    forget_accelerate()
+    if distributed:
+        options["parallelism_config"] = ParallelismConfig(cp_size=torch.distributed.get_world_size())
+    lora, own = options.pop("lora", False), {}
+    if lora:
+        own["peft_config"] = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM",
+            init_lora_weights=False,
+        )  # fmt: skip
+    elif kind != "reward":
+        own["ref_model"] = model_of(attn, 2)
+    arguments = dict(
+        output_dir=folder, use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2,
+        per_device_eval_batch_size=4, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=3,
+        accelerator_config={"even_batches": False}, dataset_num_proc=None, max_grad_norm=0.0,
+    )  # fmt: skip
+    stock, config = KINDS[kind]
+    ring = type("Ring", (ringattn.hf.RingTrainerMixin, stock), {})
+    return (ring if attn == "ringattn" else stock)(
+        model=model_of(attn, 1, kind == "reward"),
+        args=config(**{**arguments, **options}),
+        train_dataset=data_of(16, kind),
+        eval_dataset=data_of(5, kind),
+        processing_class=tokenizer(),
+        **own,
+    )
+
+
+def train(kind: str, attn: str, folder: str, options: dict[str, Any]) -> tuple[list[dict[str, float]], list[Any]]:
+    """Return the log (losses, metrics) and every gradient of every step."""
+    trainer = trainer_of(kind, attn, folder, **options)
+    gradients: list[dict[str, Tensor]] = []
+    watch = transformers.TrainerCallback()
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        gradients.append({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+
+    watch.on_pre_optimizer_step = keep  # type: ignore[method-assign]
+    trainer.add_callback(watch)
+    trainer.train()
+    trainer.evaluate()
+    return trainer.state.log_history, gradients
+
+
+_TIMES = ("runtime", "per_second", "flos")
+
+
+def same(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
+    assert len(got[0]) == len(want[0])
+    for a, b in zip(got[0], want[0], strict=True):
+        assert a.keys() == b.keys()
+        for name in b:
+            if not any(word in name for word in _TIMES):
+                assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
+    assert len(got[1]) == len(want[1]) > 0
+    for mine, theirs in zip(got[1], want[1], strict=True):
+        assert mine.keys() == theirs.keys()
+        largest = max(float(g.abs().max()) for g in theirs.values())
+        for name, gradient in theirs.items():
+            scale = max(float(gradient.abs().max()), 1e-3 * largest)
+            assert float((mine[name] - gradient).abs().max()) / scale <= 1e-5, name
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dpo": ("dpo", dict()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_metrics_are_those_of_one_process(case, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    kind, options = CASES[case]
+    want = train(kind, "eager", str(tmp_path), options)
+    for result in pools(2).run(train, kind, "ringattn", str(tmp_path), options, timeout=200):
+        same(result, want)
