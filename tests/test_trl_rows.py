@@ -73,9 +73,10 @@ def trainer_of(kind: str, attn: str, folder: str, **options: Any) -> Any:
     elif kind != "reward":
         own["ref_model"] = model_of(attn, 2)
     arguments = dict(
-        output_dir=folder, use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2,
+        output_dir=folder, use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.1,
         per_device_eval_batch_size=4, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=3,
         accelerator_config={"even_batches": False}, dataset_num_proc=None, max_grad_norm=0.0,
+        optim="sgd",  # Adam divides by gradients that are nearly zero
     )  # fmt: skip
     stock, config = KINDS[kind]
     ring = type("Ring", (ringattn.hf.RingTrainerMixin, stock), {})
@@ -126,6 +127,13 @@ def same(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", dict()),
+    "reward": ("reward", dict(center_rewards_coefficient=0.1)),
+    "kto": ("kto", dict()),
+    "dpo, lora, accumulated": ("dpo", dict(lora=True, gradient_accumulation_steps=2)),
+    "reward, lora": ("reward", dict(lora=True, gradient_accumulation_steps=2)),
+    "kto, lora": ("kto", dict(lora=True, gradient_accumulation_steps=2)),
+    "dpo, several losses": ("dpo", dict(loss_type=["sigmoid", "ipo", "sft", "aot"], use_weighting=False, ld_alpha=0.5)),
+    "dpo, weighted": ("dpo", dict(loss_type=["sigmoid_norm"], use_weighting=True, gradient_checkpointing=False)),
 }
 
 

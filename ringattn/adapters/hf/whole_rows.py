@@ -58,9 +58,8 @@ def _over_ranks(model: Any, group: Any, options: dict[str, Any], kept: list[Sequ
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         batch = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
         kept.append(sequence := Sequence(model, batch, group, **options))
-        others = {name: x for name, x in given.items() if name not in batch}
         with sequence.active() as local:
-            outputs = theirs(**others, **local)
+            outputs = theirs(**{**given, **local})
             changed = sequence.after_forward(local, outputs)
         return outputs if changed is None else changed
 
@@ -91,9 +90,8 @@ def _classifier(model: Any) -> tuple[Any, nn.Module] | None:
     """
     part: Any
     for part in model.modules():
-        head = getattr(part, "score", None)
-        if isinstance(head, nn.Module) and getattr(part, "base_model", part) is not part:
-            return part.base_model, head
+        if "score" in part._modules and hasattr(part, "base_model"):
+            return part.base_model, part.score
     if model.get_output_embeddings() is None:
         raise NotImplementedError(
             f"{type(model).__name__} has neither a head `score`, which scores each token before one is picked, nor the "
