@@ -6,6 +6,7 @@ Runs where trl is installed (tried with 1.16.0).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch import Tensor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # trl reports what it trains
 trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 peft = pytest.importorskip("peft", reason="pip install peft")
+import datasets  # noqa: E402
 import transformers  # noqa: E402
 from accelerate import ParallelismConfig  # noqa: E402
-from datasets import Dataset  # noqa: E402
 from test_hf import SMALL, forget_accelerate  # noqa: E402
 from test_trl import WORDS, tokenizer  # noqa: E402
 
@@ -40,7 +41,7 @@ def model_of(attn: str, seed: int, scores: bool = False) -> Any:
     return model.double()
 
 
-def data_of(rows: int, kind: str) -> Dataset:
+def data_of(rows: int, kind: str) -> Any:
     """Prompts and answers of different lengths."""
     g = torch.Generator().manual_seed(rows)
 
@@ -52,7 +53,7 @@ def data_of(rows: int, kind: str) -> Dataset:
         lines = [{"prompt": words(1), "completion": " " + words(1), "label": i % 3 != 1} for i in range(rows)]
     else:
         lines = [{"prompt": words(1), "chosen": " " + words(1), "rejected": " " + words(1)} for _ in range(rows)]
-    return Dataset.from_list(lines)
+    return datasets.Dataset.from_list(lines)
 
 
 KINDS = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig),
@@ -62,8 +63,10 @@ KINDS = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTO
 def trainer_of(kind: str, attn: str, folder: str, **options: Any) -> Any:
     distributed = torch.distributed.is_initialized()
     forget_accelerate()
+    replicas, eval_rows = options.pop("replicas", 1), options.pop("eval_rows", 5)
     if distributed:
-        options["parallelism_config"] = ParallelismConfig(cp_size=torch.distributed.get_world_size())
+        ranks = torch.distributed.get_world_size() // replicas
+        options["parallelism_config"] = ParallelismConfig(cp_size=ranks, dp_replicate_size=replicas)
     lora, own = options.pop("lora", False), {}
     if lora:
         own["peft_config"] = peft.LoraConfig(
@@ -79,31 +82,49 @@ def trainer_of(kind: str, attn: str, folder: str, **options: Any) -> Any:
         optim="sgd",  # Adam divides by gradients that are nearly zero
     )  # fmt: skip
     stock, config = KINDS[kind]
+    data = {"train_dataset": data_of(16, kind), "eval_dataset": data_of(eval_rows, kind)}
+    if options.get("precompute_ref_log_probs"):  # in a file that all ranks find
+        for name, rows in data.items():
+            if not distributed or torch.distributed.get_rank() == 0:
+                rows.save_to_disk(f"{folder}/{attn}-{name}")
+            if distributed:
+                torch.distributed.barrier()
+            data[name] = datasets.load_from_disk(f"{folder}/{attn}-{name}")
     ring = type("Ring", (ringattn.hf.RingTrainerMixin, stock), {})
     return (ring if attn == "ringattn" else stock)(
         model=model_of(attn, 1, kind == "reward"),
         args=config(**{**arguments, **options}),
-        train_dataset=data_of(16, kind),
-        eval_dataset=data_of(5, kind),
         processing_class=tokenizer(),
+        **data,
         **own,
     )
 
 
 def train(kind: str, attn: str, folder: str, options: dict[str, Any]) -> tuple[list[dict[str, float]], list[Any]]:
-    """Return the log (losses, metrics) and every gradient of every step."""
-    trainer = trainer_of(kind, attn, folder, **options)
+    """Return the log (losses, metrics) and every gradient of every step; with ``resumed``, those of steps after the
+    first checkpoint, too."""
+    torch.set_num_threads(1)
+    resumed = options.get("save_strategy") == "steps"
+    log: list[dict[str, float]] = []
     gradients: list[dict[str, Tensor]] = []
-    watch = transformers.TrainerCallback()
+    stack = contextlib.ExitStack()
+    if attn == "installed":
+        stack.enter_context(ringattn.install("context_parallel"))
+        attn = "eager"
+    for start in (None, f"{folder}/checkpoint-1") if resumed else (None,):
+        trainer = trainer_of(kind, attn, folder, **options)
+        watch = transformers.TrainerCallback()
 
-    def keep(*args: Any, **kwargs: Any) -> None:
-        gradients.append({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+        def keep(*args: Any, model: Any, **kwargs: Any) -> None:
+            gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
 
-    watch.on_pre_optimizer_step = keep  # type: ignore[method-assign]
-    trainer.add_callback(watch)
-    trainer.train()
-    trainer.evaluate()
-    return trainer.state.log_history, gradients
+        watch.on_pre_optimizer_step = keep  # type: ignore[method-assign]
+        trainer.add_callback(watch)
+        trainer.train(resume_from_checkpoint=start)
+        trainer.evaluate()
+        log += trainer.state.log_history
+    stack.close()
+    return log, gradients
 
 
 _TIMES = ("runtime", "per_second", "flos")
@@ -125,21 +146,60 @@ def same(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
             assert float((mine[name] - gradient).abs().max()) / scale <= 1e-5, name
 
 
+LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+          "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
+SAVED = dict(save_strategy="steps", save_steps=1)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dpo": ("dpo", dict()),
-    "reward": ("reward", dict(center_rewards_coefficient=0.1)),
-    "kto": ("kto", dict()),
-    "dpo, lora, accumulated": ("dpo", dict(lora=True, gradient_accumulation_steps=2)),
-    "reward, lora": ("reward", dict(lora=True, gradient_accumulation_steps=2)),
-    "kto, lora": ("kto", dict(lora=True, gradient_accumulation_steps=2)),
-    "dpo, several losses": ("dpo", dict(loss_type=["sigmoid", "ipo", "sft", "aot"], use_weighting=False, ld_alpha=0.5)),
+    "dpo, every loss": ("dpo", dict(loss_type=LOSSES, label_smoothing=0.1, ld_alpha=0.5)),
     "dpo, weighted": ("dpo", dict(loss_type=["sigmoid_norm"], use_weighting=True, gradient_checkpointing=False)),
+    "dpo, divergence": ("dpo", dict(f_divergence_type="js_divergence", truncation_mode="keep_end", max_length=15)),
+    "dpo, reference that follows": ("dpo", dict(sync_ref_model=True, ref_model_sync_steps=1)),
+    "dpo, precomputed": ("dpo", dict(precompute_ref_log_probs=True)),
+    "dpo, lora, accumulated, resumed": ("dpo", dict(lora=True, gradient_accumulation_steps=2, **SAVED)),
+    "reward": ("reward", dict(center_rewards_coefficient=0.1, **SAVED)),
+    "reward, lora, accumulated": ("reward", dict(lora=True, gradient_accumulation_steps=2)),
+    "kto, resumed": ("kto", dict(**SAVED)),
+    "kto, apo": ("kto", dict(loss_type="apo_zero_unpaired", gradient_accumulation_steps=2)),
+    "kto, lora, precomputed": ("kto", dict(lora=True, precompute_ref_log_probs=True)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_gradients_and_metrics_are_those_of_one_process(case, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    kind, options = CASES[case]
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_step_is_that_of_one_process(kind: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    options = dict(max_steps=1, eval_strategy="no")
     want = train(kind, "eager", str(tmp_path), options)
     for result in pools(2).run(train, kind, "ringattn", str(tmp_path), options, timeout=200):
         same(result, want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_metrics_are_those_of_one_process(case: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    kind, options = CASES[case]
+    want = train(kind, "eager", str(tmp_path / "one"), options)
+    same(train(kind, "ringattn", str(tmp_path / "alone"), options), want)
+    for world_size in (2, 4):
+        folder = str(tmp_path / str(world_size))
+        for result in pools(world_size).run(train, kind, "ringattn", folder, options, timeout=200):
+            same(result, want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_have_rows_of_their_own(kind: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Two replicas of two ranks, with half of the rows each."""
+    want = train(kind, "eager", str(tmp_path), dict(eval_rows=4))
+    half = dict(eval_rows=4, replicas=2, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+    for result in pools(4).run(train, kind, "ringattn", str(tmp_path), half, timeout=200):
+        same(result, want)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_stock_trainers_after_install(kind: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    want = train(kind, "eager", str(tmp_path), {})
+    for result in pools(2).run(train, kind, "installed", str(tmp_path), {}, timeout=200):
+        same(result, want)
+
+
+# --- Refusals ------------------------------------------------------------------------------------------

@@ -70,9 +70,10 @@ def check_hooks(trainer: type, accelerator: type, of_trl: type | None = None) ->
                     f"overrides {owner.__name__}.{method}({', '.join(parameters)})",
                     "no such method" if names is None else f"({', '.join(names)})",
                 )
-    head = of_trl is None or of_trl.__name__ == "RewardTrainer" or "add_fused_lm_head"
-    if of_trl and isinstance(head, str) and not hasattr(sys.modules[of_trl.__module__], head):
-        _refuse_versions(f"relies on {of_trl.__name__} adding up one log-probability per target", "another kind of loss")
+    of_tokens = of_trl is not None and of_trl.__name__ != "RewardTrainer"
+    if of_trl and of_tokens and not hasattr(sys.modules[of_trl.__module__], "add_fused_lm_head"):
+        reliance = f"relies on {of_trl.__name__} adding up one log-probability per target"
+        _refuse_versions(reliance, "a loss of another kind")
 
 
 def _refuse_versions(reliance: str, difference: str) -> None:
@@ -153,7 +154,8 @@ class RingTrainerMixin:
     with any attention: pass ``accelerator_config={"even_batches": False}``.)
 
     The same holds for trl's ``SFTTrainer``, with its metrics (entropy, accuracy, number of tokens), packing,
-    padding-free batches and completion-only losses. Other trainers of trl are refused.
+    padding-free batches and completion-only losses, and for its ``DPOTrainer``, ``KTOTrainer`` and ``RewardTrainer``,
+    with all of their losses and metrics. Other trainers of trl are refused.
 
     ``ring_options``: options of :func:`sequence`.
     """
@@ -185,10 +187,9 @@ class RingTrainerMixin:
                 self.accelerator.num_processes,
             )
         self.gather_function = self.accelerator.gather_for_metrics  # bound to its new class
-        self._ring_rows = of_trl is not None and of_trl.__name__ in _OF_ROWS
-        self._ring_sft = of_trl is not None and not self._ring_rows
-        if self._ring_rows:
-            self.accelerator.ring_numbers = "equal"
+        self._ring_sft = of_trl is not None and of_trl.__name__ == "SFTTrainer"
+        self._ring_rows = "" if of_trl is None or self._ring_sft else of_trl.__name__
+        self.accelerator.ring_numbers = "equal" if self._ring_rows else ""
         if self._ring_sft:
             # Its __init__ has packed by now. Next it would refuse packing, with which accelerate's own context
             # parallelism lets documents see each other.
@@ -216,8 +217,7 @@ class RingTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        picks = self._ring_rows and not hasattr(super(), "compute_ref_log_probs")  # of a row: rewards, which are whole
-        if not (prediction_loss_only or picks):
+        if not prediction_loss_only and self._ring_rows != "RewardTrainer":  # whose scores are those of whole rows
             raise NotImplementedError(
                 "predict(), and evaluate() with compute_metrics, would get the logits of this rank's tokens only; set "
                 "prediction_loss_only=True, or reload the model with attn_implementation='sdpa' in one process"
@@ -253,14 +253,11 @@ class RingTrainerMixin:
     ) -> Any:
         if self._ring_sft and num_items_in_batch is None:
             raise ValueError(f"the batch has {', '.join(inputs)} and no labels to count; SFTTrainer needs them")
-        if self._ring_sft:  # which gathers sums over tokens
-            self.accelerator.ring_numbers = "parts"
-        try:
+        # Inside, SFTTrainer gathers sums over tokens.
+        with replaced(self.accelerator, "ring_numbers", "parts" if self._ring_sft else self.accelerator.ring_numbers):
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
-        finally:
-            self.accelerator.ring_numbers = "equal" if self._ring_rows else ""
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self._ring_rows:
@@ -411,14 +408,24 @@ def _group(accelerator: Any) -> Any:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise NotImplementedError for settings under which the loss would not be the mean over all targets."""
+    adds_up = not trainer._ring_rows  # over tokens; of rows trl computes the loss
     for refused, setting, fix in (
-        (not trainer.args.average_tokens_across_devices, "average_tokens_across_devices=False", "set it to True"),
-        (trainer.label_smoother is not None, "label_smoothing_factor", "set it to 0"),
+        (
+            adds_up and not trainer.args.average_tokens_across_devices,
+            "average_tokens_across_devices=False",
+            "set it to True",
+        ),
+        (adds_up and trainer.label_smoother is not None, "label_smoothing_factor", "set it to 0"),
         (trainer.compute_loss_func is not None, "compute_loss_func", "leave the loss to the model"),
         (
-            not trainer.model_accepts_loss_kwargs,
+            adds_up and not trainer.model_accepts_loss_kwargs,
             "a model whose forward takes no loss arguments",
             "use ringattn.hf.sequence() and ringattn.loss in a loop of your own",
+        ),
+        (
+            trainer._ring_rows and trainer.args.torch_compile,
+            f"torch_compile=True on trl's {trainer._ring_rows}",
+            "set it to False",
         ),
         (
             trainer._ring_sft and trainer.args.use_liger_kernel,
