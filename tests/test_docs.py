@@ -59,7 +59,7 @@ TESTS = {
     "masks": ["test_masks"],
     "parallelism": ["test_tensor_parallelism", "test_pipeline"],
     "planner": ["test_planner_page", "test_a_plan_of_gpus_on_a_laptop"],
-    "preferences": ["test_preferences", "test_rewards"],
+    "preferences": ["test_trl_of_rows", "test_preferences", "test_rewards"],
     "pytorch": ["test_pytorch"],
     "ranks": ["test_evaluation"],
     "sparse": ["run_dsa", "run_dsa", "run_moba", "run_moba"],
@@ -280,7 +280,7 @@ def _preferences() -> list[tuple[float, list[Tensor]]]:
 
         optimizer.register_step_pre_hook(lambda *args: step())
         names.update(torch=torch, model=model, optimizer=optimizer, loader=pairs())
-        exec(compile(code_of("preferences"), "preferences.md", "exec"), names)
+        exec(compile(code_of("preferences", 1), "preferences.md", "exec"), names)
         return results
 
 
@@ -312,13 +312,40 @@ def _rewards() -> tuple[float, list[Tensor]]:
         plan = ringattn.plan(SEQ, causal=True, documents=ringattn.batch.documents(rows))
         local = plan.shard_batch(rows)
         scores = ringattn.wrap(model, plan)(local["input_ids"], local["position_ids"])[..., 0]
-        names = run("preferences", 1, ringattn=ringattn, F=F, plan=plan, rows=rows, scores=scores)
+        names = run("preferences", 2, ringattn=ringattn, F=F, plan=plan, rows=rows, scores=scores)
         names["loss"].backward()
         for p in model.parameters():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad)
         return names["loss"].item(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _trl_of_rows(folder: str, attn: str) -> list[Tensor]:
+    from test_trl_rows import ARGUMENTS, data_of, model_of, tokenizer
+    from test_hf import forget_accelerate
+
+    forget_accelerate()
+    torch.set_num_threads(1)
+    code = code_of("preferences")
+    if attn != "ringattn":  # without ranks, and with transformers' attention
+        code = code.replace('"ringattn"', '"eager"').replace("ringattn.hf.RingTrainerMixin, ", "")
+        code = re.sub(r"parallelism_config=.*\(cp_size=ranks\), ", "", code)
+    model_of("eager", 1).save_pretrained(f"{folder}/{attn}")
+    options = {"output_dir": folder, **ARGUMENTS}
+    names: dict[str, Any] = dict(name=f"{folder}/{attn}", options=options, ranks=2, data=data_of(16, "dpo"))
+    names["tokenizer"] = tokenizer()
+    exec(compile(code, "preferences.md", "exec"), names)
+    return parameters(names["trainer"].model)
+
+
+@pytest.mark.long
+def test_trl_of_rows(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The same code with trl's own trainer in one process: weights after two steps."""
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    want = _trl_of_rows(str(tmp_path), "eager")
+    for got in pools(2).run(_trl_of_rows, str(tmp_path), "ringattn"):
+        close(got, want, 1e-5)
 
 
 def test_rewards(pools) -> None:  # type: ignore[no-untyped-def]

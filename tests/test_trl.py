@@ -200,19 +200,16 @@ def test_predictions_and_metrics_over_whole_logits_are_refused(tmp_path: Any) ->
 
 
 def test_other_trainers_of_trl_are_refused_by_name(tmp_path: Any) -> None:
-    class Ring(ringattn.hf.RingTrainerMixin, trl.RewardTrainer):  # type: ignore[misc]
+    class Ring(ringattn.hf.RingTrainerMixin, trl.RLOOTrainer):  # type: ignore[misc]
         pass
 
     forget_accelerate()
-    config = build("llama", "ringattn").config
-    config.num_labels = 1
-    model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="ringattn")
-    data = Dataset.from_list([{"chosen": "w1 w2 w3", "rejected": "w1 w4"}] * 4)
-    with pytest.raises(NotImplementedError, match="trl's RewardTrainer compares whole rows"):
+    with pytest.raises(NotImplementedError, match="supports SFTTrainer, DPOTrainer.*and not RLOOTrainer"):
         Ring(
-            model=model,
-            args=trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
-            train_dataset=data,
+            model=build("llama", "ringattn"),
+            args=trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),
+            train_dataset=Dataset.from_list([{"prompt": "w1 w2 w3"}] * 4),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
             processing_class=tokenizer(),
         )
 

@@ -20,24 +20,31 @@ trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 peft = pytest.importorskip("peft", reason="pip install peft")
 import datasets  # noqa: E402
 import transformers  # noqa: E402
-from accelerate import ParallelismConfig  # noqa: E402
+from accelerate import Accelerator, ParallelismConfig  # noqa: E402
 from test_hf import SMALL, forget_accelerate  # noqa: E402
 from test_trl import WORDS, tokenizer  # noqa: E402
 
 import ringattn.hf  # noqa: E402
 
-STEPS = 2
+ARGUMENTS = dict(
+    use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=4, per_device_eval_batch_size=4, report_to=[],
+    learning_rate=0.1, optim="sgd",  # Adam divides by gradients that are nearly zero
+    save_strategy="no", logging_steps=1, disable_tqdm=True, seed=3, dataset_num_proc=None, max_grad_norm=0.0,
+    accelerator_config={"even_batches": False},
+)  # fmt: skip
 
 
 def model_of(attn: str, seed: int, scores: bool = False) -> Any:
-    """A tiny Llama in float64, the same weights whatever the attention."""
+    """A tiny Llama in float64, the same weights whatever the attention; with another seed than 1 they differ a little,
+    as a reference does."""
     auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
     config = transformers.LlamaConfig(**SMALL, num_labels=1)
     model = auto.from_config(config, attn_implementation=attn)
-    g = torch.Generator().manual_seed(seed)
+    several = {seed: torch.Generator().manual_seed(seed) for seed in (1, seed)}
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.15 + (1.0 if parameter.ndim == 1 else 0.0))
+            noise = [torch.randn(parameter.shape, generator=g) * 0.15 for g in several.values()]
+            parameter.copy_(noise[0] + sum(noise[1:]) * 0.2 + (1.0 if parameter.ndim == 1 else 0.0))
     return model.double()
 
 
@@ -66,21 +73,17 @@ def trainer_of(kind: str, attn: str, folder: str, **options: Any) -> Any:
     replicas, eval_rows = options.pop("replicas", 1), options.pop("eval_rows", 5)
     if distributed:
         ranks = torch.distributed.get_world_size() // replicas
-        options["parallelism_config"] = ParallelismConfig(cp_size=ranks, dp_replicate_size=replicas)
-    lora, own = options.pop("lora", False), {}
+        options["parallelism_config"] = ParallelismConfig(cp_size=ranks, dp_shard_size=replicas)
+    lora = options.pop("lora", False)
+    own = {name: options.pop(name) for name in ("model", "ref_model", "compute_metrics") if name in options}
+    own.setdefault("model", model_of(attn, 1, kind == "reward"))
     if lora:
         own["peft_config"] = peft.LoraConfig(
             r=2, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS" if kind == "reward" else "CAUSAL_LM",
             init_lora_weights=False,
         )  # fmt: skip
     elif kind != "reward":
-        own["ref_model"] = model_of(attn, 2)
-    arguments = dict(
-        output_dir=folder, use_cpu=True, bf16=False, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.1,
-        per_device_eval_batch_size=4, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, seed=3,
-        accelerator_config={"even_batches": False}, dataset_num_proc=None, max_grad_norm=0.0,
-        optim="sgd",  # Adam divides by gradients that are nearly zero
-    )  # fmt: skip
+        own.setdefault("ref_model", model_of(attn, 2))
     stock, config = KINDS[kind]
     data = {"train_dataset": data_of(16, kind), "eval_dataset": data_of(eval_rows, kind)}
     if options.get("precompute_ref_log_probs"):  # in a file that all ranks find
@@ -92,8 +95,7 @@ def trainer_of(kind: str, attn: str, folder: str, **options: Any) -> Any:
             data[name] = datasets.load_from_disk(f"{folder}/{attn}-{name}")
     ring = type("Ring", (ringattn.hf.RingTrainerMixin, stock), {})
     return (ring if attn == "ringattn" else stock)(
-        model=model_of(attn, 1, kind == "reward"),
-        args=config(**{**arguments, **options}),
+        args=config(**{"output_dir": folder, **ARGUMENTS, **options}),
         processing_class=tokenizer(),
         **data,
         **own,
@@ -150,7 +152,7 @@ LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair
           "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
 SAVED = dict(save_strategy="steps", save_steps=1)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dpo, every loss": ("dpo", dict(loss_type=LOSSES, label_smoothing=0.1, ld_alpha=0.5)),
+    "dpo, every loss": ("dpo", dict(loss_type=LOSSES, learning_rate=1e-4, label_smoothing=0.1, ld_alpha=0.5)),
     "dpo, weighted": ("dpo", dict(loss_type=["sigmoid_norm"], use_weighting=True, gradient_checkpointing=False)),
     "dpo, divergence": ("dpo", dict(f_divergence_type="js_divergence", truncation_mode="keep_end", max_length=15)),
     "dpo, reference that follows": ("dpo", dict(sync_ref_model=True, ref_model_sync_steps=1)),
@@ -188,8 +190,11 @@ def test_losses_gradients_and_metrics_are_those_of_one_process(case: str, pools,
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_have_rows_of_their_own(kind: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two replicas of two ranks, with half of the rows each."""
-    want = train(kind, "eager", str(tmp_path), dict(eval_rows=4))
-    half = dict(eval_rows=4, replicas=2, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+    options = dict(eval_rows=4)
+    if kind == "kto":  # without the term that trl estimates from the rows of a replica's batch
+        options["loss_type"] = "apo_zero_unpaired"
+    want = train(kind, "eager", str(tmp_path), options)
+    half = dict(options, replicas=2, per_device_train_batch_size=2, per_device_eval_batch_size=2)
     for result in pools(4).run(train, kind, "ringattn", str(tmp_path), half, timeout=200):
         same(result, want)
 
@@ -203,3 +208,55 @@ def test_stock_trainers_after_install(kind: str, pools, tmp_path: Path) -> None:
 
 
 # --- Refusals ------------------------------------------------------------------------------------------
+
+
+def test_a_reward_head_that_reads_one_token_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_labels=1,
+        attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="ringattn")
+    with pytest.raises(NotImplementedError, match="BertForSequenceClassification has neither a head `score`"):
+        trainer_of("reward", "ringattn", str(tmp_path), model=model).train()
+
+
+def test_learned_prompts_are_refused() -> None:
+    learned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(NotImplementedError, match="PromptTuningConfig.*before its shard; use LoRA"):
+        ringattn.hf.check_model(peft.get_peft_model(model_of("ringattn", 1), learned))
+
+
+def test_settings_of_trainers_of_rows_that_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of("dpo", "ringattn", str(tmp_path))
+    with pytest.raises(NotImplementedError, match="prediction_loss_only=True"):
+        trainer.predict(trainer.eval_dataset)
+    trainer.args.torch_compile = True
+    with pytest.raises(NotImplementedError, match="torch_compile=True on trl's DPOTrainer"):
+        trainer.evaluate()
+
+
+def test_a_reference_of_another_attention_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of("dpo", "ringattn", str(tmp_path), ref_model=model_of("eager", 2))
+    with pytest.raises(ValueError, match="has attn_implementation='eager'; load it with"):
+        trainer.train()
+
+
+def test_versions_without_the_methods_are_refused_by_name() -> None:
+    other = type("DPOTrainer", (trl.DPOTrainer,), {"compute_ref_log_probs": lambda self, batch: None})
+    with pytest.raises(RuntimeError, match=r"overrides DPOTrainer.compute_ref_log_probs\(model, inputs\).*\(batch\)"):
+        ringattn.hf.check_hooks(transformers.Trainer, Accelerator, other)
+
+
+def predicted(attn: str, folder: str) -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    trainer = trainer_of("reward", attn, folder, eval_rows=4, compute_metrics=lambda p: {"mean": float(p.predictions.mean())})
+    return trainer.evaluate()["eval_mean"], trainer.predict(trainer.eval_dataset).predictions
+
+
+@pytest.mark.long
+def test_scores_are_those_of_whole_rows(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    want = predicted("eager", str(tmp_path))
+    for mean, scores in pools(2).run(predicted, "ringattn", str(tmp_path)):
+        assert mean == pytest.approx(want[0], rel=1e-6)
+        assert scores.shape == want[1].shape == (8, 1)
+        assert abs(scores - want[1]).max() <= 1e-6
