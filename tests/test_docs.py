@@ -322,8 +322,8 @@ def _rewards() -> tuple[float, list[Tensor]]:
 
 
 def _trl_of_rows(folder: str, attn: str) -> list[Tensor]:
-    from test_trl_rows import ARGUMENTS, data_of, model_of, tokenizer
     from test_hf import forget_accelerate
+    from test_trl_rows import ARGUMENTS, data_of, tokenizer
 
     forget_accelerate()
     torch.set_num_threads(1)
@@ -331,10 +331,8 @@ def _trl_of_rows(folder: str, attn: str) -> list[Tensor]:
     if attn != "ringattn":  # without ranks, and with transformers' attention
         code = code.replace('"ringattn"', '"eager"').replace("ringattn.hf.RingTrainerMixin, ", "")
         code = re.sub(r"parallelism_config=.*\(cp_size=ranks\), ", "", code)
-    model_of("eager", 1).save_pretrained(f"{folder}/{attn}")
-    options = {"output_dir": folder, **ARGUMENTS}
-    names: dict[str, Any] = dict(name=f"{folder}/{attn}", options=options, ranks=2, data=data_of(16, "dpo"))
-    names["tokenizer"] = tokenizer()
+    names: dict[str, Any] = dict(name=f"{folder}/model", options={"output_dir": folder, **ARGUMENTS}, ranks=2)
+    names.update(data=data_of(16, "dpo"), tokenizer=tokenizer())
     exec(compile(code, "preferences.md", "exec"), names)
     return parameters(names["trainer"].model)
 
@@ -343,6 +341,9 @@ def _trl_of_rows(folder: str, attn: str) -> list[Tensor]:
 def test_trl_of_rows(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """The same code with trl's own trainer in one process: weights after two steps."""
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    from test_trl_rows import model_of
+
+    model_of("eager", 1).save_pretrained(tmp_path / "model")
     want = _trl_of_rows(str(tmp_path), "eager")
     for got in pools(2).run(_trl_of_rows, str(tmp_path), "ringattn"):
         close(got, want, 1e-5)
