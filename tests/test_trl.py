@@ -204,7 +204,7 @@ def test_other_trainers_of_trl_are_refused_by_name(tmp_path: Any) -> None:
         pass
 
     forget_accelerate()
-    with pytest.raises(NotImplementedError, match="supports SFTTrainer, DPOTrainer.*and not RLOOTrainer"):
+    with pytest.raises(NotImplementedError, match=r"supports SFTTrainer, DPOTrainer.*and not RLOOTrainer"):
         Ring(
             model=build("llama", "ringattn"),
             args=trl.RLOOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]),

@@ -25,6 +25,7 @@ from test_hf import SMALL, forget_accelerate  # noqa: E402
 from test_trl import WORDS, tokenizer  # noqa: E402
 
 import ringattn.hf  # noqa: E402
+from ringattn.adapters.hf.whole_rows import whole_rows  # noqa: E402
 
 ARGUMENTS = dict(
     use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=4, per_device_eval_batch_size=4, report_to=[],
@@ -222,7 +223,7 @@ def test_a_reward_head_that_reads_one_token_is_refused(tmp_path: Path) -> None:
 
 def test_learned_prompts_are_refused() -> None:
     learned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(NotImplementedError, match="PromptTuningConfig.*before its shard; use LoRA"):
+    with pytest.raises(NotImplementedError, match=r"PromptTuningConfig.*before its shard; use LoRA"):
         ringattn.hf.check_model(peft.get_peft_model(model_of("ringattn", 1), learned))
 
 
@@ -249,7 +250,9 @@ def test_versions_without_the_methods_are_refused_by_name() -> None:
 
 def predicted(attn: str, folder: str) -> tuple[Any, Any]:
     torch.set_num_threads(1)
-    trainer = trainer_of("reward", attn, folder, eval_rows=4, compute_metrics=lambda p: {"mean": float(p.predictions.mean())})
+    trainer = trainer_of(
+        "reward", attn, folder, eval_rows=4, compute_metrics=lambda p: {"mean": float(p.predictions.mean())}
+    )
     return trainer.evaluate()["eval_mean"], trainer.predict(trainer.eval_dataset).predictions
 
 
@@ -260,3 +263,33 @@ def test_scores_are_those_of_whole_rows(pools, tmp_path: Path) -> None:  # type:
         assert mean == pytest.approx(want[0], rel=1e-6)
         assert scores.shape == want[1].shape == (8, 1)
         assert abs(scores - want[1]).max() <= 1e-6
+
+
+def under_fsdp2(world_size: int) -> tuple[float, dict[str, Tensor]]:
+    """A loss of rows from trl's head, under FSDP2 where there are ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from trl.trainer.utils import add_fused_lm_head
+
+    torch.set_num_threads(1)
+    model = model_of("ringattn", 1)
+    add_fused_lm_head(model)
+    if world_size > 1:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+    ids = torch.randint(3, 60, (4, 15), generator=torch.Generator().manual_seed(0))
+    with whole_rows([model]):
+        scores = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.sum(1)
+        loss = -torch.nn.functional.logsigmoid(0.1 * (scores[:2] - scores[2:])).mean()
+        loss.backward()
+    whole = {n: p.grad.full_tensor() if world_size > 1 else p.grad for n, p in model.named_parameters()}
+    return loss.item(), whole
+
+
+@pytest.mark.long
+def test_gradients_under_fsdp2_are_those_of_one_process(pools) -> None:  # type: ignore[no-untyped-def]
+    loss, want = under_fsdp2(1)
+    for value, gradients in pools(2).run(under_fsdp2, 2):
+        assert value == pytest.approx(loss, rel=1e-6)
+        for name, gradient in want.items():
+            assert float((gradients[name] - gradient).abs().max()) <= 1e-5 * float(gradient.abs().max()), name

@@ -78,8 +78,8 @@ def check_model(model: nn.Module) -> None:
     prompts = [c for c in getattr(model, "peft_config", {}).values() if getattr(c, "is_prompt_learning", False)]
     if prompts:
         raise NotImplementedError(
-            f"{name} has {type(prompts[0]).__name__}, with which PEFT puts learned tokens before those of the row: each "
-            "rank would put them before its shard; use LoRA, or another adapter of the layers"
+            f"{name} has {type(prompts[0]).__name__}, with which PEFT puts learned tokens before a row: each rank "
+            "would put them before its shard; use LoRA, or another adapter of the layers"
         )
     for part in model.modules():
         if getattr(part, "trigram_input", False):

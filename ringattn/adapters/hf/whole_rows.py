@@ -57,7 +57,8 @@ def _over_ranks(model: Any, group: Any, options: dict[str, Any], kept: list[Sequ
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         batch = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
-        kept.append(sequence := Sequence(model, batch, group, **options))
+        sequence = Sequence(model, batch, group, **options)
+        kept.append(sequence)
         with sequence.active() as local:
             outputs = theirs(**{**given, **local})
             changed = sequence.after_forward(local, outputs)
@@ -77,7 +78,8 @@ def _scored(theirs: Callable[..., Any], over_ranks: Callable[..., Any], kept: li
         local = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.shape == marked.shape}
         together = torch.stack([x.to(outputs["log_probs"].dtype) for x in local.values()], -1)
         whole = kept[-1].plan.unshard(together)[:, :-1].unbind(-1)  # the last token of a row has no target
-        return type(outputs)(**{name: y.to(x.dtype) for (name, x), y in zip(local.items(), whole, strict=True)})
+        columns = zip(local.items(), whole, strict=True)
+        return type(outputs)(**{name: y.to(x.dtype, copy=True) for (name, x), y in columns})  # FSDP2 wants no views
 
     return forward
 

@@ -1,0 +1,80 @@
+"""Models that are called with whole rows over ranks that are threads: scores of classifiers, and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringattn import virtual
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
+from test_hf import batch_of, compare, configs, gradients  # noqa: E402
+
+from ringattn.adapters.hf.whole_rows import whole_rows  # noqa: E402
+from scripts import models  # noqa: E402
+
+
+def classifier(name: str, attn: str) -> nn.Module:
+    config = configs()[name] if name in configs() else models.reference_of(name, True)[0]
+    config.num_labels, config.pad_token_id = 2, 0
+    more = {"experts_implementation": "eager"} if name == "qwen3_next" else {}  # the others take no float64
+    model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation=attn, **more)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.15 + (1.0 if p.ndim == 1 else 0.0))
+    return model.double()
+
+
+def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """A loss that compares rows, and changes with each of them."""
+    scores = model(**batch, use_cache=False).logits
+    loss = nn.functional.logsigmoid(scores[0] - 2 * scores[1]).sum()
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["ragged", "right padding", "left padding"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_scores_and_gradients_are_those_of_one_process(name: str, kind: str) -> None:
+    batch = batch_of(kind, causal=True)
+    del batch["labels"]
+    want = step(classifier(name, "sdpa"), batch)
+    for world_size in (1, 2, 4):
+        copies = [classifier(name, "ringattn") for _ in range(world_size)]
+
+        def body(rank: virtual.VirtualRank) -> tuple[float, dict[str, Tensor]]:
+            model = copies[rank.rank]  # noqa: B023
+            with whole_rows([model, model], rank):
+                loss, parts = step(model, batch)
+            assert "forward" not in vars(model.model)
+            return loss / rank.world_size, {name: p / rank.world_size for name, p in parts.items()}  # averages
+
+        compare(virtual.run(world_size, body), want)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_two_forwards_before_the_backward_with_layers_computed_again(name: str) -> None:
+    """A longer batch second: each layer that is computed again, also one with a state, finds that of its forward."""
+    batches = [batch_of("short", causal=True), batch_of("right padding", causal=True)]
+    for batch in batches:
+        del batch["labels"]
+
+    def both(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+        first, second = (model(**batch, use_cache=False).logits for batch in batches)
+        loss = (first * second[0]).square().sum()
+        loss.backward()
+        return loss.item(), gradients(model)
+
+    want = both(classifier(name, "sdpa"))
+    copies = [classifier(name, "ringattn").train() for _ in range(2)]
+
+    def body(rank: virtual.VirtualRank) -> tuple[float, dict[str, Tensor]]:
+        model = copies[rank.rank]
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with whole_rows([model], rank):
+            loss, parts = both(model)
+        return loss / 2, {name: p / 2 for name, p in parts.items()}
+
+    compare(virtual.run(2, body), want)
