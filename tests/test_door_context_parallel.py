@@ -494,14 +494,9 @@ def _other_trainer(folder: str) -> None:
 
     forget_accelerate()
     parallel = accelerate.ParallelismConfig(cp_size=2)
-    arguments = trl.RLOOConfig(folder, use_cpu=True, bf16=False, report_to=[], parallelism_config=parallel)
-    data = Dataset.from_list([{"prompt": "w1 w2"}] * 4)
+    arguments = trl.DPOConfig(folder, use_cpu=True, bf16=False, report_to=[], parallelism_config=parallel)
+    data = Dataset.from_list([{"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}] * 4)
+    other = type("OtherTrainer", (trl.DPOTrainer,), {"__module__": "trl.trainer.other_trainer"})
     model = build("llama", "sdpa", torch.float32)
     with ringattn.install("context_parallel"), pytest.raises(NotImplementedError, match="of trl's trainers"):
-        trl.RLOOTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            processing_class=tokenizer(),
-        )
+        other(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
