@@ -106,10 +106,13 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return parents, draw(st.lists(st.integers(0, 5), min_size=len(parents), max_size=len(parents)))
 
 
-@given(trees())
+@given(trees(), st.sampled_from([-1, -1, 0, 1, 2, 4, 7, 100]))
 @examples(200)
-def test_trees(drawn: tuple[list[int], list[int]]) -> None:
-    mask, visible = masks.tree(*drawn), cases._tree(*map(tuple, drawn))
+def test_trees(drawn: tuple[list[int], list[int]], left: int) -> None:
+    mask, visible = masks.tree(*drawn, left=left), cases._tree(*map(tuple, drawn))
+    if left != -1:
+        depth = visible.sum(1)  # on the path of each token
+        visible &= depth[:, None] - depth <= left
     assert torch.equal(mask.dense()[0], visible)
     mask.check()
     assert sum(int((end - start).sum()) for start, end in everywhere(mask)) == int(visible.sum()) == Work(mask).total

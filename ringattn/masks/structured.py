@@ -157,7 +157,7 @@ def sinks(seq_len: int, count: int, left: int, documents: Mask | None = None) ->
 
 
 @on_the_host
-def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Mask:
+def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor, *, left: int = -1) -> Mask:
     """Return the mask of a tree of segments, such as a prompt and the answers to it: every token sees all tokens of the
     segments above its own, and its own segment up to itself.
 
@@ -167,6 +167,7 @@ def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Ma
     Args:
         parents: the number of the segment above each one, -1 for none: several trees may follow each other.
         lengths: tokens of each segment.
+        left: a causal window, of so many tokens before each one on its own path from the root; -1 is unbounded.
 
     Raises:
         TypeError: not integers.
@@ -184,19 +185,31 @@ def tree(parents: Sequence[int] | Tensor, lengths: Sequence[int] | Tensor) -> Ma
                 f"{paths[-1] if paths else []} or -1 for a new tree; reorder the segments"
             )
         paths.append([*paths[parent][: paths[parent].index(parent) + 1], segment] if parent != -1 else [segment])
+    near = FAR if left == -1 else int(window(ends[-1], left, 0).left)
+    # How much farther from the beginning of the row than from its root the tokens of a segment are.
+    detour = [ends[segment] - sum(lengths[above] for above in path[:-1]) for segment, path in enumerate(paths)]
+    # Ends of an interval may not fall. Those of a window do from branch to branch, which get intervals of their own.
+    layers: dict[tuple[int, int], dict[int, int]] = {}  # of each: which segment above, or itself, a segment sees
+    branches = [0] * len(paths)
+    for segment, path in enumerate(paths):
+        for depth, above in enumerate(path):
+            branch = 0 if left == -1 else -1 if above == segment else branches[above]
+            layers.setdefault((depth, branch), {})[segment] = above
+            branches[above] += above != segment
     whole: Mask = nothing(ends[-1])
-    for depth in range(max(map(len, paths), default=1)):
-        first, low, high, right = [0], [0], [0], [FAR]
-        for segment, path in enumerate(paths):
-            if len(path) > depth:
-                above = path[depth]
-                bounds = ends[above], ends[above + 1], 0 if above == segment else FAR
+    for seen in layers.values():
+        fields: list[tuple[int, ...]] = [(0, 0, 0, FAR, FAR)]
+        last = 0
+        for segment, begin in enumerate(ends[:-1]):
+            above = seen.get(segment, -1)
+            if above == -1:
+                fields.append((begin, last, last, FAR, FAR))  # nothing, in order with its neighbours
             else:
-                bounds = ends[segment], ends[segment], FAR  # sees nothing, in order with its neighbours
-            for field, x in zip((first, low, high, right), (ends[segment], *bounds), strict=True):
-                field.append(x)
-        fields = (torch.tensor([x], device="cpu") for x in (first, low, high, right))
-        whole |= pieces(ends[-1], ends[-1], **dict(zip(("first", "low", "high", "right"), fields, strict=True)))
+                right, reach = 0 if above == segment else FAR, min(near + detour[segment] - detour[above], FAR)
+                fields.append((begin, ends[above], ends[above + 1], right, reach))
+                last = max(ends[above + 1], ends[segment + 1] - 1 - reach)
+        first, low, high, right_, reach_ = (torch.tensor([x], device="cpu") for x in zip(*fields, strict=True))
+        whole |= pieces(ends[-1], ends[-1], first=first, low=low, high=high, right=right_, left=reach_)
     return whole
 
 
