@@ -192,6 +192,10 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "loss.cross_entropy": lambda x: loss.cross_entropy(x.flatten(2), IDS, wrapper="sums"),
     "loss.log_probs": lambda x: loss.log_probs(x.flatten(2), IDS),
     "loss.row_sums": lambda x: loss.row_sums(x, wrapper="sums"),
+    "loss.tree_log_probs": lambda x: loss.tree_log_probs(
+        lambda local, plan: x[:, : plan.seq_len].flatten(2), [IDS[0, :4]], [[IDS[0, :6], IDS[0, 2:5]]], wrapper="sums"
+    ).log_probs,
+    "loss.AnswerLogProbs": lambda x: loss.AnswerLogProbs(x[0, 0], x[0, 0] > 0, None).log_probs,
     "loss.count_targets": lambda x: loss.count_targets(IDS),
     "loss.reduced": lambda x: loss.reduced(x.sum(), wrapper="sums"),
     "host_memory.empty": lambda x: host_memory.empty(1, N, HEADS, DIM).shape,
@@ -232,6 +236,7 @@ ELSEWHERE |= {f"Plan.{name}" for name in (
     "agree_again", "begin", "begin_again", "between_nodes", "block", "check_agreement", "is_agreed", "make_block",
     "note_split", "once", "refuse", "result_of", "steps",
 )}  # fmt: skip
+ELSEWHERE |= {f"loss.AnswerLogProbs.{name}" for name in ("count", "index", *loss.AnswerLogProbs._fields)}
 ELSEWHERE |= {f"Step.{name}" for name in ("compare", "history", "layer", "refuse")}
 ELSEWHERE |= {f"mask.Mask.{name}" for name in (
     "check", "digest", "edges", "is_union", "max_keys_per_query", "members", "offset", "rows", "seen",

@@ -199,13 +199,18 @@ def _summed(x: Tensor, group: Any, call: str) -> Tensor:
         raise
 
 
-def _ranks(wrapper: str, group: Any) -> int:
-    """Return the factor of a part that undoes the division of the wrapper."""
+def check_wrapper(wrapper: str) -> str:
+    """Return ``wrapper``. Raise ValueError unless it says how gradients are reduced."""
     if wrapper not in _WRAPPERS:
         raise ValueError(
             f"wrapper is {wrapper!r}; pass how gradients are reduced: 'averages' (DDP, FSDP by default) or 'sums'"
         )
-    return transports.of(group).world_size if wrapper == "averages" else 1
+    return wrapper
+
+
+def _ranks(wrapper: str, group: Any) -> int:
+    """Return the factor of a part that undoes the division of the wrapper."""
+    return transports.of(group).world_size if check_wrapper(wrapper) == "averages" else 1
 
 
 def _part(summed: Tensor, total: Tensor | int, ranks: int) -> Tensor:
