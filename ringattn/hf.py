@@ -1,6 +1,7 @@
 """Hugging Face models over ranks: the public names of :mod:`ringattn.adapters.hf`."""
 
 from .adapters.hf import older as _older  # noqa: F401  # puts its classes into the models' tables
+from .adapters.hf.branches import tree_log_probs as tree_log_probs
 from .adapters.hf.checks import NAME as NAME
 from .adapters.hf.checks import check_model as check_model
 from .adapters.hf.interface import attend as attend

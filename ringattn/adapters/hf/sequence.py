@@ -16,8 +16,9 @@ from ...factory import Plan
 from ...factory import plan as make_plan
 from ...training import batch as batches
 from ...training.rows import class_ids
+from ...training.trees import Trees
 from ...transport import group as transports
-from . import checks, images, spans
+from . import checks, hybrids, images, spans
 from .active import SEQUENCES
 from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss
 
@@ -106,7 +107,9 @@ class Sequence:
         local_size: int | tuple[int, ...] | None = None,
         kernel: str = "auto",
         seq_dims: Mapping[str, int | None] | None = None,
+        trees: Trees | None = None,
     ) -> None:
+        """Args as of :func:`sequence`; ``trees``: whose row the batch is."""
         self.model: Any = unwrapped(model)
         self.entry = entry(model)
         record = _records.get(self.model)
@@ -117,6 +120,7 @@ class Sequence:
             checks.check_implementation(self.model)
         self.record = record
         self.group = group
+        self.trees = trees
         self.kernel = kernel
         self.options = dict(layout=layout, dataflow=dataflow, deterministic=deterministic, local_size=local_size)
         self.seq_len, self.documents = _agreed(batch, group)
@@ -167,7 +171,15 @@ class Sequence:
         if left == -1 and window is not None:
             return self.visible(kind._replace(window=None)).plan
         mask = None
-        if chunk is not None:
+        if self.trees is not None:
+            if kind != Kind(True, window) or hybrids.mixers(self.model) or self.record.padding_idx is not None:
+                raise NotImplementedError(
+                    f"{type(self.model).__name__} has layers that are {kind}, carry a state from token to token, or "
+                    "count tokens; in a row of a prompt with several answers only causal attention is exact, with or "
+                    "without a window: use rows of one answer each"
+                )
+            mask, causal, left = self.trees.mask(left), False, -1
+        elif chunk is not None:
             documents = None if self.documents is None else masks.documents(self.documents, self.seq_len)
             mask = masks.chunked(self.seq_len, chunk, documents)
         elif spanned and self.spans is not None:

@@ -4,6 +4,7 @@ compare rows, as trl computes them."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ..replacing import replaced
+from .branches import sequence_of_trees
 from .models import entry
 from .sequence import Sequence
 
 
 @contextlib.contextmanager
-def whole_rows(models: Iterable[nn.Module], group: Any = None, **options: Any) -> Iterator[None]:
+def whole_rows(
+    models: Iterable[nn.Module], group: Any = None, *, packing: str | None = None, **options: Any
+) -> Iterator[None]:
     """Let models be called with whole rows, the same on every rank of the group, inside of the block; the backward
     belongs into it, too. Every rank makes the same calls.
 
@@ -28,24 +32,32 @@ def whole_rows(models: Iterable[nn.Module], group: Any = None, **options: Any) -
 
     Args:
         models: with ``attn_implementation="ringattn"``, wrapped (DDP, FSDP2, PEFT) or not.
+        packing: "tree" to compute what rows have before their first label once for all rows that begin with it.
         options: of :func:`ringattn.hf.sequence`.
 
     Raises:
-        NotImplementedError: a classifier whose head does not score each token.
+        NotImplementedError: a classifier whose head does not score each token, or with packing.
+        ValueError: another packing.
     """
+    if packing not in (None, "tree"):
+        raise ValueError(f'packing is {packing!r}; pass "tree" for one row of all prompts and their answers, or None')
     kept: list[Sequence] = []  # layers that are computed again in the backward look for them
     with contextlib.ExitStack() as stack:
         for model in {id(m): m for m in map(entry, models)}.values():
             classifier = _classifier(model)
             if classifier is not None:
+                if packing is not None:
+                    raise NotImplementedError('packing="tree" is for scores of tokens, not of rows; leave it out')
                 backbone, head = classifier
                 forward = _over_ranks(backbone, group, options, kept)
                 hook = head.register_forward_hook(lambda head, args, scores: kept[-1].plan.unshard(scores))
                 stack.callback(hook.remove)
                 stack.enter_context(replaced(backbone, "forward", forward))
             else:
-                forward = _over_ranks(model, group, options, kept)
-                stack.enter_context(replaced(model, "forward", _scored(model.forward, forward, kept)))
+                of_rows = _over_trees if packing == "tree" else _over_ranks
+                stack.enter_context(
+                    replaced(model, "forward", _scored(model.forward, of_rows(model, group, options, kept), kept))
+                )
         yield
 
 
@@ -67,9 +79,25 @@ def _over_ranks(model: Any, group: Any, options: dict[str, Any], kept: list[Sequ
     return forward
 
 
+def _over_trees(model: Any, group: Any, options: dict[str, Any], kept: list[Sequence]) -> Callable[..., Any]:
+    """Return the forward of :func:`_over_ranks` that computes each prompt of the rows once."""
+    theirs = model.forward
+
+    def forward(**given: Any) -> Any:
+        others = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
+        kept.append(sequence := sequence_of_trees(model, given, group, **options))
+        with sequence.active() as local:
+            outputs = theirs(**others, **local)
+            sequence.after_forward(local, outputs)
+        return outputs
+
+    return forward
+
+
 def _scored(theirs: Callable[..., Any], over_ranks: Callable[..., Any], kept: list[Sequence]) -> Callable[..., Any]:
     """Return a forward that returns results for the tokens of whole rows, where it is called with trl's head."""
 
+    @functools.wraps(theirs)  # generate() reads the names of its parameters
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("fused_lm_head"):
             return theirs(*args, **kwargs)
@@ -77,8 +105,10 @@ def _scored(theirs: Callable[..., Any], over_ranks: Callable[..., Any], kept: li
         marked = outputs["label_mask"]
         local = {name: x for name, x in outputs.items() if isinstance(x, Tensor) and x.shape == marked.shape}
         together = torch.stack([x.to(outputs["log_probs"].dtype) for x in local.values()], -1)
-        whole = kept[-1].plan.unshard(together)[:, :-1].unbind(-1)  # the last token of a row has no target
-        columns = zip(local.items(), whole, strict=True)
+        whole = kept[-1].plan.unshard(together)
+        trees = kept[-1].trees
+        whole = whole[:, :-1] if trees is None else trees.collected(whole)  # the last token of a row has no target
+        columns = zip(local.items(), whole.unbind(-1), strict=True)
         return type(outputs)(**{name: y.to(x.dtype, copy=True) for (name, x), y in columns})  # FSDP2 wants no views
 
     return forward
