@@ -5,7 +5,8 @@
     with ringattn.hf.sequence(model, batch, mesh["cp"]) as local:   # whole rows in, this rank's shards out
         loss = model(**local).loss                                  # this rank's part: parts and gradients add up
 
-or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``; the same with trl's ``SFTTrainer``.
+or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``; the same with trl's ``SFTTrainer``,
+``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer`` and ``GRPOTrainer``.
 
 * :mod:`.sequence` owns the plans of one batch, one per kind of mask. They know documents, padding and global positions,
   which a model that sees a shard cannot know.

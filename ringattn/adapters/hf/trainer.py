@@ -20,6 +20,7 @@ from ...virtual import VirtualRank
 from ..in_place import Block
 from ..recomputation import Scope
 from ..replacing import replaced
+from . import grpo
 from .active import SEQUENCES
 from .called import attending, run
 from .models import shifts, unwrapped
@@ -48,6 +49,12 @@ _OF_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
     "DPOTrainer": {"compute_ref_log_probs": ("model", "inputs")},
     "KTOTrainer": {"compute_ref_log_probs": ("model", "inputs")},
     "RewardTrainer": {},
+    "GRPOTrainer": {
+        "_compute_loss": ("model", "inputs"),
+        "_generate": ("prompts",),
+        "_generate_and_score_completions": ("inputs",),
+        "_generate_single_turn": ("prompt_ids",),
+    },
 }
 
 
@@ -155,9 +162,11 @@ class RingTrainerMixin:
 
     The same holds for trl's ``SFTTrainer``, with its metrics (entropy, accuracy, number of tokens), packing,
     padding-free batches and completion-only losses, and for its ``DPOTrainer``, ``KTOTrainer`` and ``RewardTrainer``,
-    with all of their losses and metrics. Other trainers of trl are refused.
+    with all of their losses and metrics. So it does for ``GRPOTrainer``, which generates over the ranks, or gets
+    completions from a ``rollout_func``, called on one of them. Other trainers of trl are refused.
 
-    ``ring_options``: options of :func:`sequence`.
+    ``ring_options``: options of :func:`sequence`; ``packing="tree"`` for trainers of whole rows (DPO, KTO, GRPO), which
+    then compute each prompt of a batch once.
     """
 
     ring_options: Mapping[str, Any] = {}
@@ -190,6 +199,8 @@ class RingTrainerMixin:
         self._ring_sft = of_trl is not None and of_trl.__name__ == "SFTTrainer"
         self._ring_rows = "" if of_trl is None or self._ring_sft else of_trl.__name__
         self.accelerator.ring_numbers = "equal" if self._ring_rows else ""
+        if self._ring_rows == "GRPOTrainer":
+            grpo.extend(self)
         if self._ring_sft:
             # Its __init__ has packed by now. Next it would refuse packing, with which accelerate's own context
             # parallelism lets documents see each other.
@@ -286,6 +297,9 @@ class RingTrainerMixin:
             stack.enter_context(replaced(self, "_ring_inside", True))
             stack.enter_context(whole_rows(models, _group(self.accelerator), **self.ring_options))
             yield
+
+    def _ring_group(self) -> Any:
+        return _group(self.accelerator)
 
     def _check_once(self) -> None:
         if not getattr(self, "_ring_checked", False):
@@ -431,6 +445,11 @@ def _check_trainer(trainer: Any) -> None:
             trainer._ring_sft and trainer.args.use_liger_kernel,
             "use_liger_kernel=True on trl's SFTTrainer",
             "set it to False: SFTTrainer avoids whole logits by itself",
+        ),
+        (
+            adds_up and "packing" in trainer.ring_options,
+            f"packing={trainer.ring_options.get('packing')!r} in ring_options, which is of trainers of whole rows",
+            "leave it out",
         ),
         (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
         (
