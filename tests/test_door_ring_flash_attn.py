@@ -3,9 +3,14 @@ process."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.machinery
+import importlib.util
 import itertools
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -318,3 +323,101 @@ def test_attention_as_before_where_the_switch_is_off() -> None:
         functions["flash_attention_2"] = before[0]
     functions["flash_attention_2"] = before[0]
     assert transformers.modeling_flash_attention_utils._flash_attention_forward is before[1]
+
+
+# --- OpenRLHF ------------------------------------------------------------------------------------------
+
+
+class Gathered(torch.autograd.Function):
+    """flash_attn.utils.distributed.all_gather, which needs flash-attn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def unpad_input(x: Tensor, mask: Tensor) -> tuple[Any, ...]:
+    lengths, indices = mask.sum(1, dtype=torch.int32), mask.flatten().nonzero().flatten()
+    bounds = nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return x.flatten(0, 1)[indices], indices, bounds, int(lengths.max()), lengths
+
+
+def pad_input(x: Tensor, indices: Tensor, batch: int, seq_len: int) -> Tensor:
+    return x.new_zeros(batch * seq_len, *x.shape[1:]).index_copy(0, indices, x).unflatten(0, (batch, seq_len))
+
+
+@contextlib.contextmanager
+def openrlhf() -> Iterator[Any]:
+    """Import its files of models, without the package's other parts and without flash-attn and DeepSpeed."""
+    folder = str(importlib.util.find_spec("openrlhf").submodule_search_locations[0])  # type: ignore[union-attr,index]
+    padding = dict(index_first_axis=lambda x, i: x[i], rearrange=lambda x, _: x.flatten(0, 1))
+    padding |= dict(unpad_input=unpad_input, pad_input=pad_input)
+    stubs: dict[str, dict[str, Any]] = {
+        "deepspeed": {}, "flash_attn": {}, "flash_attn.utils": {}, "flash_attn.bert_padding": padding,
+        "flash_attn.utils.distributed": dict(all_gather=Gathered.apply),
+        "openrlhf": dict(__path__=[folder]), "openrlhf.models": dict(__path__=[f"{folder}/models"]),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, items in stubs.items():
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            module.__dict__.update(items)
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(torch, "compile", lambda function=None, **_: function or (lambda f: f))
+        yield [importlib.import_module(f"openrlhf.models.{name}") for name in ("actor", "loss", "ring_attn_utils")]
+
+
+def step_of_openrlhf(over_ranks: bool) -> tuple[float, list[Tensor]]:
+    """Return loss and gradients of a step of its actor: log-probabilities, entropy, policy loss."""
+    from test_hf import build
+
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (3, 21), generator=g)
+    mask = torch.ones_like(ids)
+    mask[0, :6], mask[1, 18:], mask[2, :2] = 0, 0, 0
+    actions = torch.ones(3, 8)
+    actions[1, 5:] = 0
+    group = dist.group.WORLD if over_ranks else None
+    with contextlib.ExitStack() as stack:
+        actor, loss, ring = stack.enter_context(openrlhf())
+        model = build("llama", "sdpa")
+        if over_ranks:
+            stack.callback(ringattn.install("ring_flash_attn").uninstall)
+            importlib.import_module("ring_flash_attn").substitute_hf_flash_attn(group, 1)
+            ring.set_ring_attn_group(group)
+            model = build("llama", "flash_attention_2")
+        policy = actor.Actor(model, temperature=0.8)
+        policy.packing_samples = over_ranks
+        log_probs, output = policy(
+            ids, actions, attention_mask=mask, return_output=True, ring_attn_group=group, return_entropy=True
+        )
+        noise, advantages = (torch.randn(log_probs.shape, generator=g) for _ in range(2))
+        value = loss.PolicyLoss()(log_probs, log_probs.detach() + 0.1 * noise, advantages, action_mask=actions)[0]
+        value = value - 0.01 * (output.entropy[:, -8:] * actions).sum() / actions.sum()
+        value.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for gradient in gradients if over_ranks else ():  # as DeepSpeed and DDP do
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return value.item(), gradients
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("openrlhf") is None, reason="pip install --no-deps openrlhf==0.11.2")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_actor_of_openrlhf(ranks: int, pools) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("peft", reason="pip install peft")
+    expected, wanted = step_of_openrlhf(False)
+    for value, gradients in pools(ranks).run(step_of_openrlhf, True):
+        assert value == pytest.approx(expected, rel=1e-6)
+        for mine, theirs in zip(gradients, wanted, strict=True):
+            assert float((mine - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
