@@ -52,6 +52,7 @@ TESTS = {
         "test_from_context_parallel",
     ],
     "from_ring_flash_attn": ["test_ring_flash_attn", "test_from_ring_flash_attn", "test_flash_attn_functions"],
+    "grpo": ["test_grpo_of_trl", "test_grpo"],
     "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
     "host_memory": ["test_host_memory"],
     "longest": ["test_the_longest_rows", *["test_the_longest_rows_of_a_model_of_ones_own"] * 2],
@@ -335,6 +336,75 @@ def _trl_of_rows(folder: str, attn: str) -> list[Tensor]:
     names.update(data=data_of(16, "dpo"), tokenizer=tokenizer())
     exec(compile(code, "preferences.md", "exec"), names)
     return parameters(names["trainer"].model)
+
+
+def _grpo_of_trl(folder: str, attn: str) -> list[Tensor]:
+    import accelerate
+    from test_hf import forget_accelerate
+    from test_trl_grpo import arguments_of, prompts, reward, tokenizer
+
+    forget_accelerate()
+    torch.set_num_threads(1)
+    code = "from trl import GRPOConfig, GRPOTrainer\nfrom transformers import AutoModelForCausalLM\n" + code_of("grpo")
+    if attn != "ringattn":  # without ranks, and with transformers' attention
+        code = code.replace('"ringattn"', '"sdpa"').replace("ringattn.hf.RingTrainerMixin, ", "")
+        code = re.sub(r"args.parallelism_config = .*", "", code)
+    names: dict[str, Any] = dict(name=f"{folder}/model", options=arguments_of(folder), ranks=2, reward=reward)
+    names.update(data=prompts(16), tokenizer=tokenizer(), ParallelismConfig=accelerate.ParallelismConfig)
+    exec(compile(code, "grpo.md", "exec"), names)
+    return parameters(names["trainer"].model)
+
+
+@pytest.mark.long
+def test_grpo_of_trl(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    from test_trl_rows import model_of
+
+    model_of("eager", 1).save_pretrained(tmp_path / "model")
+    want = _grpo_of_trl(str(tmp_path), "sdpa")
+    for got in pools(2).run(_grpo_of_trl, str(tmp_path), "ringattn", timeout=200):
+        close(got, want, 1e-6)
+
+
+def rollouts() -> list[tuple[Any, Any, Tensor]]:
+    from test_tree_log_probs import ids
+
+    g = torch.Generator().manual_seed(0)
+    answers = [[ids(i, 5, 0, 7), ids(9 + i, 1, 3, 4)] for i in range(2)]
+    return [(ids(5 + i, 9, 2), answers[i], torch.randn(2, 3, generator=g, dtype=torch.float64)) for i in range(2)]
+
+
+def _grpo(one: bool) -> list[Tensor]:
+    """After two batches of two steps each, over ranks, or with separate rows in one process."""
+    from test_tree_log_probs import Model, separate
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, Any] = dict(ringattn=ringattn, dist=dist, optimizer=optimizer, rollouts=rollouts(), torch=torch)
+    names["parameters"] = list(model.parameters())
+    names["model"] = lambda local, plan: model(**local, attend=lambda *x: ringattn.attention(*x, plan))
+    code = code_of("grpo", 1)
+    if one:
+
+        def log_probs(*_: Any) -> Any:
+            values = separate(model, (names["prompts"], names["answers"]), 1.0)[0]
+            several = [len(a) for answers in names["answers"] for a in answers]
+            return types.SimpleNamespace(
+                log_probs=values, mask=torch.arange(values.shape[1]) < torch.tensor(several)[:, None]
+            )
+
+        names["ringattn"] = types.SimpleNamespace(
+            loss=types.SimpleNamespace(tree_log_probs=lambda *_, **__: log_probs())
+        )
+        names["dist"] = types.SimpleNamespace(all_reduce=lambda gradient: None)
+    exec(compile(code, "grpo.md", "exec"), names)
+    return parameters(model)
+
+
+def test_grpo(pools) -> None:  # type: ignore[no-untyped-def]
+    want = _grpo(True)
+    for got in pools(2).run(_grpo, False):
+        close(got, want, 1e-10)
 
 
 @pytest.mark.long
