@@ -14,8 +14,9 @@ or, with the Trainer, ``class MyTrainer(ringattn.hf.RingTrainerMixin, Trainer)``
   plan to the layers in place of a mask, so that a layer that is computed again in the backward finds the same plan.
   The attention function runs the plan. :mod:`.probe` compares the model's own mask with the plan's.
 * :mod:`.spans` reads images and prefixes, whose tokens see each other, from whole rows; :mod:`.images` takes the
-  features of images that belong to this rank's tokens (Gemma 3 and 4, PaliGemma; load the vision tower with another
-  attention: ``attn_implementation={"text_config": "ringattn", "vision_config": "sdpa"}``).
+  features of images that belong to this rank's tokens, and M-RoPE's positions of whole rows (Gemma, PaliGemma, Qwen-VL,
+  InternVL, LLaVA and others; load the vision tower with another attention:
+  ``attn_implementation={"text_config": "ringattn", "vision_config": "sdpa"}``).
 * :mod:`.older` gives GPT-J, GPT-Neo and Falcon an attention of ringattn's; :mod:`.hybrids` runs short convolutions and
   the gated delta rule over ranks (LFM2, Qwen3-Next, Qwen3.5).
 * :mod:`.checks` refuses by name what cannot be exact: dropout, masks that are not intervals, caches, layers that carry

@@ -3,45 +3,104 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...plans import Plan
+from ...training import batch as batches
 
-WHOLE = ("pixel_values", "image_position_ids")  # tensors of a batch that every rank needs whole
-_MODELS = ("gemma3", "gemma4", "paligemma")  # their forward only substitutes image features for tokens
+# Their forward only substitutes image features for tokens, and adds more of them to later layers of these tokens.
+_MODELS = (
+    "gemma3", "gemma4", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
+    "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "vipllava", "mistral3", "aya_vision",
+    "cohere2_vision",
+)  # fmt: skip
 
 
-def of_tokens(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None:
-    """Return the indices, over whole rows, of the image features of this rank's tokens, in order; None for a batch
-    without images and for models that are not in ``_MODELS``."""
+class Features(NamedTuple):
+    """Which image features this rank takes: indices of its tokens' over whole rows, and how many there must be."""
+
+    mine: Tensor
+    total: int
+
+
+def of_tokens(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Features | None:
+    """Return which features of all images this rank takes; None for a batch without images and for models that are not
+    in ``_MODELS``."""
     ids = batch.get("input_ids")
     if batch.get("pixel_values") is None or ids is None or model.config.model_type not in _MODELS:
         return None
     image = ids == model.config.image_token_id
     number = (image.flatten().cumsum(0) - 1).reshape(image.shape)
-    return plan.shard(number, 1)[plan.shard(image, 1)]
+    return Features(plan.shard(number, 1)[plan.shard(image, 1)], int(image.sum()))
+
+
+def whole(model: Any, batch: Mapping[str, Any]) -> list[str]:
+    """Return the names of what every rank needs whole: all that image features are computed from."""
+    return [name for name in inspect.signature(_module(model).get_image_features).parameters if name in batch]
+
+
+def positions(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None:
+    """Return position ids of whole rows that count rows and columns of images (M-RoPE), as the model does for each
+    document by itself, (3, batch, seq_len); None for other models."""
+    module = _module(model)
+    count = getattr(module, "get_rope_index", None)
+    if count is None:
+        return None
+    ids: Tensor = batch["input_ids"]
+    begin, real = (x.expand(len(ids), -1).to(ids.device) for x in batches.begins(plan))
+    first = real & (begin == torch.arange(ids.shape[1], device=ids.device))
+    document = (first.flatten().cumsum(0) - 1).reshape(ids.shape)[real]
+    place = (torch.arange(ids.shape[1], device=ids.device) - begin)[real]
+    lengths = document.bincount()
+
+    def by_documents(x: Tensor) -> Tensor:
+        padded = x.new_zeros(len(lengths), int(lengths.max()))
+        padded[document, place] = x[real]
+        return padded
+
+    takes = inspect.signature(count).parameters
+    given = {name: batch[name] for name in takes if batch.get(name) is not None}
+    of_tokens = {name: x for name, x in given.items() if x.shape == ids.shape}
+    of_tokens["attention_mask"] = torch.ones_like(ids)
+    counted, _ = count(**{**given, **{name: by_documents(x) for name, x in of_tokens.items()}})
+    rows = counted.new_zeros(3, *ids.shape)
+    rows[:, real] = counted[:, document, place]
+    return rows
 
 
 @contextlib.contextmanager
-def taken(model: Any, features: Tensor | None) -> Iterator[None]:
-    """Make the model's forward, inside the block, substitute only these features of all images for tokens."""
+def taken(model: Any, features: Features | None) -> Iterator[None]:
+    """Make the model's forward, inside the block, substitute only these features of all images for tokens.
+
+    Its forward raises ValueError if whole rows have not one token for each feature."""
     if features is None:
         yield
         return
-    module = next(m for m in model.modules() if hasattr(m, "get_image_features") and hasattr(m, "get_placeholder_mask"))
+    module = _module(model)
     of_all = module.get_image_features
+
+    def mine(whole: Any) -> Any:
+        """Take from (images, tokens, hidden), or (tokens, hidden) of each image."""
+        apart = not isinstance(whole, Tensor)
+        flat = torch.cat(tuple(whole)) if apart else whole.flatten(0, -2)
+        if len(flat) != features.total:
+            raise ValueError(
+                f"{type(model).__name__} makes {len(flat)} features of the batch's images, but its input_ids have "
+                f"{features.total} image tokens ({model.config.image_token_id}); pass the pixel_values of these rows"
+            )
+        part = flat[features.mine.to(flat.device)]
+        return (part,) if apart else part.unsqueeze(0)
 
     def of_this_rank(*args: Any, **kwargs: Any) -> Any:
         outputs = of_all(*args, **kwargs)
-        whole = outputs.pooler_output  # (images, tokens, hidden), or (tokens, hidden) of each image
-        apart = not isinstance(whole, Tensor)
-        flat = torch.cat(whole) if apart else whole.flatten(0, 1)
-        mine = flat[features.to(flat.device)]
-        outputs.pooler_output = (mine,) if apart else mine.unsqueeze(0)
+        outputs.pooler_output = mine(outputs.pooler_output)
+        if layers := getattr(outputs, "deepstack_features", None):
+            outputs.deepstack_features = [mine(layer) for layer in layers]
         return outputs
 
     module.get_image_features = of_this_rank  # hides the method of the class
@@ -49,3 +108,8 @@ def taken(model: Any, features: Tensor | None) -> Iterator[None]:
         yield
     finally:
         del module.get_image_features
+
+
+def _module(model: Any) -> Any:
+    """Return the module whose forward substitutes features for tokens."""
+    return next(m for m in model.modules() if hasattr(m, "get_image_features") and hasattr(m, "get_placeholder_mask"))

@@ -206,7 +206,7 @@ class Sequence:
             if self.record.counts_rows:
                 checks.check_rows(self.model, self.seq_len, batch)
         if self.images is not None:
-            kept: dict[str, int | None] = dict.fromkeys((x for x in images.WHOLE if x in batch), None)
+            kept: dict[str, int | None] = dict.fromkeys(images.whole(self.model, batch), None)
             seq_dims = {**kept, **(seq_dims or {})}
         if batch.get("labels") is not None and (seq_dims or {}).get("labels", 1) is None:
             raise ValueError(
@@ -216,7 +216,7 @@ class Sequence:
             )
         local = self.plan.shard_batch(batch, seq_dims=seq_dims)
         if counted is not None:  # not before: they jump inside of documents
-            local["position_ids"] = self.plan.shard(counted, 1)
+            local["position_ids"] = self.plan.shard(counted, -1)
         tokens = next(local[name] for name in ("input_ids", "inputs_embeds") if local.get(name) is not None)
         if local.get("attention_mask") is None:
             # Without a mask transformers would read documents out of this rank's position ids.
@@ -234,8 +234,10 @@ class Sequence:
         return local
 
     def _counted_positions(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """Return position ids of whole rows for models that count some tokens only, which a shard does not allow; None
-        for other models."""
+        """Return position ids of whole rows for models that count some tokens only, or along images, which a shard does
+        not allow; None for other models."""
+        if self.images is not None:
+            return images.positions(self.model, self.plan, batch)
         ids = batch.get("input_ids")
         rows, seq_len = batches.shape(batch)
         device = (batch["inputs_embeds"] if ids is None else ids).device
