@@ -80,7 +80,9 @@ class Mutant(NamedTuple):
 def sources(root: Path) -> dict[str, str]:
     """Return the texts of the files in which faults are planted, by path relative to ``root``."""
     paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
-    return {str(path.relative_to(root)): path.read_text() for path in paths}
+    names = (path.relative_to(root) for path in paths)
+    # A source distribution has a copy in the place of the link.
+    return {str(name): (root / name).read_text() for name in names if name.parts[:2] != ("ringattn", "kernels")}
 
 
 def table(path: Path = TABLE) -> tuple[Mutant, ...]:

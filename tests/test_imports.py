@@ -268,6 +268,8 @@ def run(code: str, **environment: str) -> str:
 
 def test_kernels_is_a_link_and_not_a_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
+    if (ROOT / "PKG-INFO").exists():
+        pytest.skip("a source distribution has a copy in the place of the link")
     assert (ROOT / "ringattn" / "kernels").resolve() == ROOT / "kernels"
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
@@ -287,7 +289,7 @@ def test_another_package_named_kernels_wins_over_the_folder(tmp_path: Path) -> N
         "print(kernels.whose, os.path.realpath(b.__file__))",
         PYTHONPATH=str(tmp_path),
     )  # fmt: skip
-    assert said.split() == ["somebody", "else", str((ROOT / "kernels" / "contract.py").resolve())]
+    assert said.split() == ["somebody", "else", str((ROOT / "ringattn" / "kernels" / "contract.py").resolve())]
 
 
 def installed(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import os
 import re
 import runpy
@@ -86,6 +87,30 @@ def test_links_and_pictures_of_readme_work_on_a_package_index(address: str | Non
         assert f"[losses]({ADDRESS}/blob/v1.2.3/docs/why/losses.md)" in description
         paths = [link.removeprefix(f"{ADDRESS}/").split("/", 2)[2] for link in links if link.startswith(ADDRESS)]
         assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_address_of_the_repository_is_one_line(tmp_path: Path) -> None:
+    """[project.urls] as pyproject.toml shows it: in the metadata of the package, and in its links."""
+    pytest.importorskip("setuptools", "77")
+    for name in ("setup.py", "README.md", "LICENSE", "ringattn/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    text = (ROOT / "pyproject.toml").read_text()
+    for shown, line in (
+        ("# [project.urls]", "[project.urls]"),
+        ('# Repository = "https://..."', f'Repository = "{ADDRESS}"'),
+    ):
+        assert text.count(shown) == 1
+        text = text.replace(shown, line)
+    (tmp_path / "pyproject.toml").write_text(text)
+    make = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('out')"
+    (tmp_path / "out").mkdir()
+    subprocess.run([sys.executable, "-c", make], cwd=tmp_path, check=True, capture_output=True, timeout=200)
+    (metadata,) = tmp_path.glob("out/*.dist-info/METADATA")
+    package = email.message_from_string(metadata.read_text())
+    assert package.get_all("Project-URL") == [f"Repository, {ADDRESS}"]
+    assert package["Description-Content-Type"] == "text/markdown"
+    assert f"]({ADDRESS}/blob/v{package['Version']}/docs/why/losses.md)" in package.get_payload()
 
 
 # --- Links and commands of every page ------------------------------------------------------------------
