@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from suite import world_sizes
 from torch import Tensor, nn
 
 from ringattn import virtual
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
+from test_hf import forget_accelerate, parallelism  # noqa: E402
+
 import ringattn.hf  # noqa: E402
 from ringattn.adapters.hf.checks import part_of_loss  # noqa: E402
 
@@ -34,6 +37,10 @@ QWEN3 = dict(
     hidden_size=16, intermediate_size=24, out_hidden_size=32, depth=2, num_heads=2, patch_size=2, spatial_merge_size=2,
     temporal_patch_size=1, num_position_embeddings=64,
 )  # fmt: skip
+GLM = dict(
+    hidden_size=16, intermediate_size=24, out_hidden_size=32, depth=2, num_heads=2, patch_size=2, spatial_merge_size=2,
+    temporal_patch_size=1, image_size=12,
+)  # fmt: skip
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
 LINEAR = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -42,8 +49,9 @@ LINEAR = dict(
 
 
 def qwen(name: str, vision: dict[str, Any], **text: Any) -> Any:
+    # Configurations write into what they are given.
     return getattr(transformers, f"{name}Config")(
-        text_config={**TEXT, "rope_parameters": MROPE, **text}, vision_config=vision, **GRID
+        text_config=copy.deepcopy({**TEXT, "rope_parameters": MROPE, **text}), vision_config=dict(vision), **GRID
     )
 
 
@@ -56,18 +64,16 @@ def llava(name: str, language: str = "llama", vision: dict[str, Any] | None = No
 
 
 FOUR_PATCHES = dict(depth=2, num_heads=2, patch_size=2, spatial_merge_size=2, temporal_patch_size=1)
+WINDOWED = dict(**FOUR_PATCHES, hidden_size=16, intermediate_size=24, out_hidden_size=32, window_size=8)
+GOT = dict(
+    hidden_size=16, output_channels=16, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=8,
+    mlp_dim=24, window_size=4, global_attn_indexes=[1],
+)  # fmt: skip
 CASES = {
     "Qwen2VL": lambda: qwen("Qwen2VL", dict(**FOUR_PATCHES, embed_dim=16, hidden_size=32, mlp_ratio=2)),
     "Qwen2_5_VL": lambda: qwen(
         "Qwen2_5_VL",
-        dict(
-            **FOUR_PATCHES,
-            hidden_size=16,
-            intermediate_size=24,
-            out_hidden_size=32,
-            window_size=8,
-            fullatt_block_indexes=[1],
-        ),
+        {**WINDOWED, "fullatt_block_indexes": [1]},
         use_sliding_window=True,
         sliding_window=7,
         max_window_layers=1,
@@ -84,22 +90,20 @@ CASES = {
     "LlavaOnevision": lambda: llava(
         "LlavaOnevision", "qwen2", dict(model_type="siglip_vision_model"), image_grid_pinpoints=[[8, 8]]
     ),
-    "Glm4v": lambda: qwen(
-        "Glm4v",
-        dict(
-            hidden_size=16,
-            intermediate_size=24,
-            out_hidden_size=32,
-            depth=2,
-            num_heads=2,
-            patch_size=2,
-            spatial_merge_size=2,
-            temporal_patch_size=1,
-            image_size=12,
-        ),
-        image_start_token_id=58,
-        image_end_token_id=57,
+    "Glm4v": lambda: qwen("Glm4v", GLM, image_start_token_id=58, image_end_token_id=57),
+    "Glm4vMoe": lambda: qwen(
+        "Glm4vMoe",
+        GLM,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={**MROPE, "partial_rotary_factor": 1.0},
     ),
+    "Glm46V": lambda: qwen("Glm46V", {**GLM, "model_type": "glm4v_vision"}, model_type="glm4v_text"),
+    "GlmOcr": lambda: qwen("GlmOcr", GLM),
     "AyaVision": lambda: llava("AyaVision", "cohere2", dict(model_type="siglip_vision_model"), downsample_factor=2),
     "Cohere2Vision": lambda: llava(
         "Cohere2Vision", "cohere2", dict(model_type="siglip_vision_model"), downsample_factor=2
@@ -108,7 +112,21 @@ CASES = {
     "Mistral3": lambda: llava(
         "Mistral3", "mistral", dict(model_type="pixtral", head_dim=8, image_size=12), spatial_merge_size=1
     ),
+    "LlavaNextVideo": lambda: llava("LlavaNextVideo", image_grid_pinpoints=[[8, 16], [16, 8]]),
+    "GotOcr2": lambda: transformers.GotOcr2Config(
+        text_config={**TEXT, "model_type": "qwen2"},
+        image_token_id=IMAGE,
+        vision_config=GOT,
+    ),
+    "Lfm2Vl": lambda: transformers.Lfm2VlConfig(
+        text_config={**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        image_token_id=IMAGE,
+        vision_config={**TOWER, "model_type": "siglip2_vision_model", "num_patches": 16},
+        downsample_factor=2,
+        projector_hidden_size=32,
+    ),
 }
+FIRST = ("Qwen2_5_VL", "Qwen3VL", "InternVL", "Llava")  # the others run with --long
 ROWS = {  # each row's documents, and which images each of them has
     "padded": [[[0, 1]], [[2]]],
     "packed": [[[0], [1]], [[], [2]]],
@@ -137,6 +155,11 @@ def image_of(model: Any, number: int, generator: torch.Generator) -> dict[str, T
     if "image_grid_thw" in takes:
         pixels = torch.randn(high * wide, 12, generator=generator, dtype=torch.float64)
         return dict(pixel_values=pixels, image_grid_thw=torch.tensor([[1, high, wide]]))
+    if "spatial_shapes" in takes:
+        high, wide = min(high, 16 // wide), wide
+        pixels = torch.randn(1, 16, 3 * 16, generator=generator, dtype=torch.float64)
+        real = (torch.arange(16) < high * wide).long()[None]
+        return dict(pixel_values=pixels, spatial_shapes=torch.tensor([[high, wide]]), pixel_attention_mask=real)
     if model.config.model_type == "mistral3":
         high, wide = high // 2, wide // 2
         pixels = torch.randn(1, 3, 12, 12, generator=generator, dtype=torch.float64)
@@ -247,7 +270,7 @@ def over_ranks(model: Any, batch: dict[str, Tensor], world_size: int) -> tuple[f
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [x if x in FIRST else pytest.param(x, marks=pytest.mark.long) for x in CASES])
 def test_loss_and_gradients_are_those_of_one_process(name: str, rows: str) -> None:
     compare(name, ROWS[rows])
 
@@ -257,9 +280,9 @@ def test_a_batch_of_text_is_that_of_one_process() -> None:
 
 
 def compare(name: str, rows: list[list[list[int]]]) -> None:
-    """Compare loss and gradients over two and three ranks with those of every document by itself."""
-    if VERSION < (5, 17) and name.startswith("Qwen3_5"):
-        pytest.skip("its gated delta rule runs over ranks since transformers 5.17")
+    """Compare loss and gradients over ranks with those of every document by itself."""
+    if (VERSION < (5, 17) and name.startswith("Qwen3_5")) or (VERSION < (5, 16) and name == "Lfm2Vl"):
+        pytest.skip("its layers with a state run over ranks with newer versions of transformers")
     if VERSION < (5, 4) and name in ("Cohere2Vision", "VipLlava"):
         pytest.skip("its vision_feature_layer reaches its attention, which is refused")
     reference, model = build(name, "eager"), build(name, "ringattn")
@@ -267,7 +290,7 @@ def compare(name: str, rows: list[list[list[int]]]) -> None:
     expected, want = one_process(reference, documents)
     batch = batch_of(model, documents)
     largest = max(float(g.abs().max()) for g in want.values())
-    for world_size in (2, 3):
+    for world_size in world_sizes(2, 4, long=(1, 3)):
         loss, got = over_ranks(model, batch, world_size)
         assert loss == pytest.approx(expected, rel=1e-6)
         for parameter, gradient in want.items():
@@ -275,13 +298,117 @@ def compare(name: str, rows: list[list[list[int]]]) -> None:
             assert error <= 1e-5, f"{parameter} on {world_size} ranks: relative error {error:.2e}"
 
 
-def test_images_that_are_not_those_of_the_rows_are_refused() -> None:
+def train(attention: str, folder: str) -> tuple[list[float], float]:
+    """Return the losses of three steps of the Trainer, and of its evaluation."""
+    forget_accelerate()
+    distributed = torch.distributed.is_initialized()
+    options = {"parallelism_config": parallelism(cp_size=torch.distributed.get_world_size())} if distributed else {}
+    bases = (ringattn.hf.RingTrainerMixin,) if attention == "ringattn" else ()
+    losses: list[float] = []
+
+    class Recorded(*bases, transformers.Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(float(self.accelerator.gather(loss).mean()))
+            return loss
+
+    def collate(documents: list[Document]) -> dict[str, Tensor]:
+        batch = batch_of(model, [[d] for d in documents])
+        first = batch["attention_mask"].cumsum(1) == 1  # transformers predicts it from padding
+        return {**batch, "labels": batch["labels"].masked_fill(first, -100)}
+
+    model = build("Qwen2_5_VL", attention)
+    arguments = transformers.TrainingArguments(
+        folder, use_cpu=True, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, seed=3, **options,
+    )  # fmt: skip
+    rows = documents_of(model, [[0], [1, 2], [], [2], [0, 1], [1]])
+    trainer = Recorded(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:2], data_collator=collate)
+    trainer.train()
+    return losses, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_trainer_takes_images(world_size: int, pools, tmp_path: Any) -> None:  # type: ignore[no-untyped-def]
+    """Its loss is the mean of each batch: the model declares that it does not take the number of targets."""
+    losses, evaluation = train("sdpa", str(tmp_path))
+    arguments = ("ringattn", str(tmp_path))
+    for got in pools(2).run(train, *arguments, timeout=200) if world_size > 1 else [train(*arguments)]:
+        assert got[0] == pytest.approx(losses, rel=1e-6)
+        assert got[1] == pytest.approx(evaluation, rel=1e-6)
+
+
+def two_rows(name: str) -> tuple[Any, dict[str, Tensor]]:
+    model = build(name, "ringattn")
+    return model, batch_of(model, [documents_of(model, several) for several in ROWS["padded"]])
+
+
+def test_positions_that_the_caller_has_counted() -> None:
+    """As collators do: of rows and columns, (3, batch, seq_len), or below those of the text, (4, batch, seq_len)."""
+    model, batch = two_rows("Qwen2_5_VL")
+    takes = inspect.signature(model.model.get_rope_index).parameters
+    counted, _ = model.model.get_rope_index(**{name: batch[name] for name in takes if name in batch})
+    text = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    expected, _ = over_ranks(model, batch, 2)
+    for positions in (counted, torch.cat([text[None], counted])):
+        loss, _ = over_ranks(model, {**batch, "position_ids": positions}, 2)
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Llava", "Qwen3VL"])
+def test_images_that_are_not_those_of_the_rows_are_refused(name: str) -> None:
     """On every rank, also where rows have fewer image tokens than there are features, so that indices would fit."""
-    model = build("Llava", "ringattn")
-    rows = [documents_of(model, several) for several in ROWS["padded"]]
-    batch = batch_of(model, rows)
+    model, batch = two_rows(name)
+    what = r"makes 12 features of the batch's images, but its input_ids have 1[13] "
+    if name == "Qwen3VL":
+        what = r"cannot count positions of the batch's 1[57] image tokens \(60\) from .*image_grid_thw"
     for at, token in ((6, 7), (0, IMAGE)):
         changed = batch["input_ids"].clone()
         changed[0, at] = token
-        with pytest.raises(ValueError, match=r"makes 12 features of the batch's images, but its input_ids have 1[13] "):
-            over_ranks(model, {**batch, "input_ids": changed}, 2)
+        types = {"mm_token_type_ids": (changed == IMAGE).long()} if takes_types(model) else {}
+        with pytest.raises(ValueError, match=what):
+            over_ranks(model, {**batch, **types, "input_ids": changed}, 2)
+
+
+def test_images_without_what_positions_are_counted_from_are_refused() -> None:
+    model, batch = two_rows("Qwen2_5_VL")
+    for missing, what in (
+        ("mm_token_type_ids", "the batch has images and no mm_token_type_ids, from which"),
+        ("image_grid_thw", "cannot count positions of the batch's 16 image tokens"),
+    ):
+        if missing in batch:
+            with pytest.raises(ValueError, match=what):
+                over_ranks(model, {name: x for name, x in batch.items() if name != missing}, 2)
+
+
+def test_videos_and_images_of_other_models_are_refused() -> None:
+    model, batch = two_rows("Qwen2_5_VL")
+    videos = {"pixel_values_videos": batch["pixel_values"], "video_grid_thw": batch["image_grid_thw"]}
+    with pytest.raises(NotImplementedError, match="pixel_values_videos: images, videos and sound of this model"):
+        over_ranks(model, {**batch, **videos}, 2)
+    model.config.model_type = "another"
+    with pytest.raises(NotImplementedError, match="pixel_values: images, videos and sound of this model"):
+        over_ranks(model, batch, 2)
+
+
+def test_generation_takes_text_and_refuses_images() -> None:
+    alone, models = build("Qwen2_5_VL", "eager").eval(), [build("Qwen2_5_VL", "ringattn").eval() for _ in range(2)]
+    ids = torch.randint(3, 57, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    how = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    pictures = image_of(alone, 0, torch.Generator().manual_seed(0))
+
+    def generated(rank: virtual.VirtualRank) -> Tensor:
+        model = models[rank.rank]
+        with ringattn.hf.generation(model, {"input_ids": ids, "attention_mask": mask}, rank) as cache:
+            tokens = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **how)
+        with ringattn.hf.generation(model, {"input_ids": ids}, rank) as cache, pytest.raises(NotImplementedError) as no:
+            model.generate(input_ids=ids, past_key_values=cache, **pictures, **how)
+        assert str(no.value).startswith("generate() got images, videos or sound; ringattn.hf.generation() computes")
+        return tokens
+
+    for tokens in virtual.run(2, generated):
+        for row, (line, real) in enumerate(zip(ids, mask.bool(), strict=True)):
+            expected = alone.generate(input_ids=line[real][None], attention_mask=mask[row][real][None], **how)[0]
+            assert torch.equal(tokens[row, -len(expected) :], expected)

@@ -188,6 +188,16 @@ def test_the_section_of_the_trainer_page(world_size: int, pools, tmp_path: Path)
 )
 def test_settings_that_do_not_add_up_are_refused_by_name(options: dict[str, Any], says: str, tmp_path: Any) -> None:
     trainer = trainer_of("ringattn", str(tmp_path), **options)
+    refuses(trainer, says)
+
+
+def test_models_that_take_no_number_of_targets_are_refused_by_name(tmp_path: Any) -> None:
+    trainer = trainer_of("ringattn", str(tmp_path))
+    trainer.model_accepts_loss_kwargs = False  # as with models of images
+    refuses(trainer, "accepts_loss_kwargs=False on trl's SFTTrainer.*use transformers' Trainer")
+
+
+def refuses(trainer: Any, says: str) -> None:
     inputs = {"input_ids": torch.ones(1, 8, dtype=torch.int64), "labels": torch.ones(1, 8, dtype=torch.int64)}
     with pytest.raises(NotImplementedError, match=says):
         trainer._prepare_context_parallel_inputs(trainer.model, inputs)

@@ -22,7 +22,7 @@ from .versions import needed, tried, version
 
 NAME = "ringattn"
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
+NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
 # Layers that carry a state from token to token: a shard would start with an empty one.
 _RECURRENT = re.compile(
     r"Mamba|SSM|Rwkv|RWKV|Delta_?Net|LinearAttention|LightningAttention|Recurrent|RgLru|Rglru|ShortConv|Retention"
@@ -148,7 +148,7 @@ def check_implementation(model: Any) -> None:
 
 def check_batch(model: Any, plan: Plan, batch: Mapping[str, Any], takes_images: bool = False) -> None:
     """Raise NotImplementedError for a batch whose shards the model cannot compute exactly."""
-    for name in _NOT_TEXT:
+    for name in NOT_TEXT:
         if batch.get(name) is not None and not (takes_images and name == "pixel_values"):
             raise NotImplementedError(
                 f"the batch has {name}: images, videos and sound of this model are not supported over ranks, as their "

@@ -16,8 +16,8 @@ from ...training import batch as batches
 # Their forward only substitutes image features for tokens, and adds more of them to later layers of these tokens.
 _MODELS = (
     "gemma3", "gemma4", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
-    "glm4v", "internvl", "llava", "llava_next", "llava_onevision", "vipllava", "mistral3", "aya_vision",
-    "cohere2_vision",
+    "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "internvl", "llava", "llava_next", "llava_next_video", "llava_onevision",
+    "vipllava", "mistral3", "aya_vision", "cohere2_vision", "got_ocr2", "lfm2_vl",
 )  # fmt: skip
 
 
@@ -46,12 +46,17 @@ def whole(model: Any, batch: Mapping[str, Any]) -> list[str]:
 
 def positions(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None:
     """Return position ids of whole rows that count rows and columns of images (M-RoPE), as the model does for each
-    document by itself, (3, batch, seq_len); None for other models."""
+    document by itself, (3, batch, seq_len); None for other models.
+
+    Raises:
+        ValueError: the batch lacks what they are counted from, or the model cannot count them.
+    """
     module = _module(model)
     count = getattr(module, "get_rope_index", None)
     if count is None:
         return None
     ids: Tensor = batch["input_ids"]
+    image = model.config.image_token_id
     begin, real = (x.expand(len(ids), -1).to(ids.device) for x in batches.begins(plan))
     first = real & (begin == torch.arange(ids.shape[1], device=ids.device))
     document = (first.flatten().cumsum(0) - 1).reshape(ids.shape)[real]
@@ -65,9 +70,22 @@ def positions(model: Any, plan: Plan, batch: Mapping[str, Any]) -> Tensor | None
 
     takes = inspect.signature(count).parameters
     given = {name: batch[name] for name in takes if batch.get(name) is not None}
+    missing = [name for name, x in takes.items() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
+    missing = [name for name in missing if name not in given]
+    if missing:
+        raise ValueError(
+            f"the batch has images and no {', '.join(missing)}, from which {type(model).__name__} counts positions "
+            "along rows and columns of an image; pass what its processor returns, or position_ids (3, batch, seq_len)"
+        )
     of_tokens = {name: x for name, x in given.items() if x.shape == ids.shape}
     of_tokens["attention_mask"] = torch.ones_like(ids)
-    counted, _ = count(**{**given, **{name: by_documents(x) for name, x in of_tokens.items()}})
+    try:
+        counted, _ = count(**{**given, **{name: by_documents(x) for name, x in of_tokens.items()}})
+    except (StopIteration, RuntimeError, ValueError, IndexError, TypeError) as bad:
+        raise ValueError(
+            f"{type(model).__name__} cannot count positions of the batch's {int((ids == image).sum())} image tokens "
+            f"({image}) from {', '.join(given)} ({type(bad).__name__}: {bad}); pass the images of these rows"
+        ) from bad
     rows = counted.new_zeros(3, *ids.shape)
     rows[:, real] = counted[:, document, place]
     return rows

@@ -333,7 +333,13 @@ class Generation(_Base):
             self._compute_most(kwargs)
 
     def _refusal(self, kwargs: Mapping[str, Any]) -> Exception | None:
-        """Return the error of a forward with another cache."""
+        """Return the error of a forward with images or with another cache."""
+        encoded = kwargs.get("mm_encoder_outputs") or {}  # by generate(), in newer versions
+        if any(x is not None for x in (*map(kwargs.get, checks.NOT_TEXT), *encoded.values())):
+            return NotImplementedError(
+                "generate() got images, videos or sound; ringattn.hf.generation() computes prompts of text only. "
+                "Generate in one process, after model.set_attn_implementation('sdpa')"
+            )
         other = kwargs.get("cache", kwargs.get("past_key_values"))
         if other is self:
             return None

@@ -174,6 +174,7 @@ class RingTrainerMixin:
     _ring_inside = False  # of _whole_rows()
     accelerator: Any
     args: Any
+    model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ring_withheld: dict[str, Any] = {}
@@ -266,9 +267,14 @@ class RingTrainerMixin:
             raise ValueError(f"the batch has {', '.join(inputs)} and no labels to count; SFTTrainer needs them")
         # Inside, SFTTrainer gathers sums over tokens.
         with replaced(self.accelerator, "ring_numbers", "parts" if self._ring_sft else self.accelerator.ring_numbers):
-            return super().compute_loss(  # type: ignore[misc]
+            result = super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
+        if self._ring_rows or self.model_accepts_loss_kwargs:
+            return result
+        world = transports.of(_group(self.accelerator)).world_size
+        # The part of this batch's mean: the Trainer has not multiplied it.
+        return (result[0] * world, *result[1:]) if return_outputs else result * world
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self._ring_rows:
@@ -276,7 +282,8 @@ class RingTrainerMixin:
         self._check_once()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         sequence = Sequence(model, inputs, _group(self.accelerator), **self.ring_options)
-        sequence.local.pop("num_items_in_batch", None)  # the Trainer's own covers accumulated batches and all ranks
+        if self.model_accepts_loss_kwargs:  # the Trainer's own covers accumulated batches and all ranks
+            sequence.local.pop("num_items_in_batch", None)
         return sequence.active, sequence.local
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -420,6 +427,12 @@ def _group(accelerator: Any) -> Any:
     return VirtualRank(0, 1, accelerator.device)
 
 
+def _takes_more(model: nn.Module) -> bool:
+    """Return whether the model's forward hands other arguments on to its loss. Many models of images do, and declare
+    the opposite, for which the Trainer takes the mean of every batch by itself."""
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(unwrapped(model).forward).parameters.values())
+
+
 def _check_trainer(trainer: Any) -> None:
     """Raise NotImplementedError for settings under which the loss would not be the mean over all targets."""
     adds_up = not trainer._ring_rows  # over tokens; of rows trl computes the loss
@@ -432,7 +445,7 @@ def _check_trainer(trainer: Any) -> None:
         (adds_up and trainer.label_smoother is not None, "label_smoothing_factor", "set it to 0"),
         (trainer.compute_loss_func is not None, "compute_loss_func", "leave the loss to the model"),
         (
-            adds_up and not trainer.model_accepts_loss_kwargs,
+            adds_up and not (trainer.model_accepts_loss_kwargs or _takes_more(trainer.model)),
             "a model whose forward takes no loss arguments",
             "use ringattn.hf.sequence() and ringattn.loss in a loop of your own",
         ),
@@ -450,6 +463,11 @@ def _check_trainer(trainer: Any) -> None:
             adds_up and "packing" in trainer.ring_options,
             f"packing={trainer.ring_options.get('packing')!r} in ring_options, which is of trainers of whole rows",
             "leave it out",
+        ),
+        (
+            trainer._ring_sft and not trainer.model_accepts_loss_kwargs,
+            "a model with accepts_loss_kwargs=False on trl's SFTTrainer, which takes the mean of each rank's targets",
+            "use transformers' Trainer",
         ),
         (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
         (
