@@ -33,7 +33,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,11 +157,11 @@ class OwnKeys(NamedTuple):
         -1 if the tile is in the chunk."""
 
         def make() -> tuple[Tensor]:
-            places = np.full(-(-block.seq_k // GRID), -1, dtype=np.int32)
+            places = [-1] * -(-block.seq_k // GRID)
             for first, offset, length in self.runs:
-                begin, past = _whole_tiles(first, length)
-                places[begin // GRID : past // GRID] = np.arange(begin, past, GRID) + (offset - first)
-            return (torch.from_numpy(places),)
+                for key in range(*_whole_tiles(first, length), GRID):
+                    places[key // GRID] = key + offset - first
+            return (torch.tensor(places, dtype=torch.int32),)
 
         return block.on(device, ("own keys", self.runs), make)[0]
 

@@ -28,13 +28,20 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime.interpreter import InterpretedFunction
 
 from .. import program
 from ..memo import Memo
 from . import cache_folder, launch_paths
 from .compile_together import compile_together
 from .direct_launch import DirectLaunch, View
+
+try:
+    from triton.runtime.interpreter import InterpretedFunction
+except ImportError:  # it needs NumPy
+
+    class InterpretedFunction:  # type: ignore[no-redef]
+        """The class of no kernel."""
+
 
 LAUNCHES = 1024  # launches that one Launches keeps; lengths may differ from batch to batch
 COMPILED = 4096  # compiled kernels that dispatch() keeps

@@ -15,11 +15,11 @@ So a causal zigzag is two parts, documents are one each, prefixes, chunks and im
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,24 +50,24 @@ class Lengths(NamedTuple):
     most_k: int
 
 
-def parts_of(start: np.ndarray, end: np.ndarray, most: int) -> list[Part] | None:
-    """Return the parts of one row of a mask, (queries,) each; None if there are more than ``most``."""
+def parts_of(start: Tensor, end: Tensor, most: int) -> list[Part] | None:
+    """Return the parts of one row of a mask, (queries,) int64 each; None if there are more than ``most``."""
     n = len(start)
     sees = end > start
-    step_start, step_end = np.diff(start), np.diff(end)
+    step_start, step_end = start.diff(), end.diff()
     code = 2 * step_start + step_end
     regular = (step_start >= 0) & (step_start <= 1) & (step_end >= 0) & (step_end <= 1) & (sees[1:] == sees[:-1])
     code[~regular] = -1
-    changes = np.append(np.flatnonzero(code[1:] != code[:-1]) + 1, n - 1)
+    changes = [*((code[1:] != code[:-1]).nonzero()[:, 0] + 1).tolist(), n - 1]
     parts: list[Part] = []
     row = 0
     while row < n:
-        same = row < n - 1 and code[row] >= 0
-        past = int(changes[np.searchsorted(changes, row, "right")]) + 1 if same else row + 1
+        same = row < n - 1 and int(code[row]) >= 0
+        past = changes[bisect.bisect_right(changes, row)] + 1 if same else row + 1
         if sees[row]:
             if len(parts) == most:
                 return None
-            causal, moves = (bool(code[row] & 1), bool(code[row] & 2)) if same else (True, False)
+            causal, moves = (bool(int(code[row]) & 1), bool(int(code[row]) & 2)) if same else (True, False)
             low, high = int(start[row]), int(end[past - 1])
             parts.append(Part((row, past), (low, high), causal, high - low - (past - row) if moves else None))
         row = past
@@ -140,13 +140,13 @@ def _work(block: Block, batch: int, operators: tuple[Any, ...]) -> Work:
     if block.ordered:
         return portable("sums in a fixed order")
     launches: list[Launch] = []
-    seen = np.zeros((batch, block.seq_q), dtype=np.int64)
+    seen = torch.zeros(batch, block.seq_q, dtype=torch.int64)
     most = max(SINGLE, block.seq_q // LEAST)
     size = PERIOD if block.period else max(block.seq_k, 1)
     for first in range(0, block.seq_k, size):  # sums of more keys than that are not exact on tensor cores
         keys = slice(first, min(first + size, block.seq_k))
         some = block if keys.stop - first == block.seq_k else sub_block(block, slice(0, block.seq_q), keys)
-        start, end = (x.cpu().numpy().astype(np.int64) for x in (some.start, some.end))
+        start, end = (x.cpu().long() for x in (some.start, some.end))
         for row in range(len(start)):
             elements = (row, row + 1) if len(start) > 1 else (0, batch)
             parts = parts_of(start[row], end[row], most)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,37 +79,38 @@ def _weave(block: Block) -> Woven | None:
     passes = block.passes
     if block.ordered or len(passes) != 2 or any(one.start.shape[0] != 1 for one in passes):
         return None
-    several = [[x[0].cpu().numpy().astype(np.int64) for x in (one.start, one.end)] for one in passes]
+    several = [[x[0].cpu().long() for x in (one.start, one.end)] for one in passes]
     several.sort(key=lambda x: int((x[1] - x[0]).sum()))
     (low, high), (start, end) = several  # few keys, and the others
     some, sees = high > low, end > start
-    if (some & (~sees | (high > start))).any():
+    if bool((some & (~sees | (high > start))).any()):
         return None  # only keys before the others
-    begin = np.where(some & (high == start), low, start)  # neighbours already
+    begin = torch.where(some & (high == start), low, start)  # neighbours already
     needs = some & (high < start)
-    copies = _copies(begin, end, np.where(needs, low, -1), np.where(needs, high, -1), block.seq_k // MOST)
+    copies = _copies(begin, end, torch.where(needs, low, -1), torch.where(needs, high, -1), block.seq_k // MOST)
     if copies is None:
         return None
-    at, first, past, rows, stops = (np.array(x, dtype=np.int64) for x in zip(*copies, strict=True))
+    at, first, past, rows, stops = (torch.tensor(x) for x in zip(*copies, strict=True))
     lengths = past - first
-    total = np.concatenate([[0], lengths.cumsum()])
-    copy = np.full(len(start), -1)
-    for number, (a, b) in enumerate(zip(rows, stops, strict=True)):
+    total = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    copy = torch.full_like(start, -1)
+    for number, (a, b) in enumerate(zip(rows.tolist(), stops.tolist(), strict=True)):
         copy[a:b] = number
-    left, right = np.searchsorted(at, begin, "right"), np.searchsorted(at, end, "left")
-    left, right = np.where(copy >= 0, np.minimum(left, copy), left), np.where(copy >= 0, copy + 1, right)
+    left, right = torch.searchsorted(at, begin, right=True), torch.searchsorted(at, end)
+    left, right = torch.where(copy >= 0, torch.minimum(left, copy), left), torch.where(copy >= 0, copy + 1, right)
     new_begin, new_end = begin + total[left], end + total[right]
-    new_end = np.maximum(new_begin, new_end)
-    seen = np.where(sees, end - begin, 0) + np.where(needs, high - low, 0)
-    in_order = all((np.diff(x) >= 0).all() for x in (new_begin, new_end))
-    if not in_order or ((new_end - new_begin) != seen).any():
+    new_end = torch.maximum(new_begin, new_end)
+    seen = torch.where(sees, end - begin, 0) + torch.where(needs, high - low, 0)
+    in_order = all(bool((x.diff() >= 0).all()) for x in (new_begin, new_end))
+    if not in_order or not torch.equal(new_end - new_begin, seen):
         return None
-    copied = np.concatenate([np.arange(a, b) for a, b in zip(first, past, strict=True)])
-    keys = np.arange(block.seq_k)
-    sources = np.insert(keys, np.repeat(at, lengths), copied)
-    own = keys + total[np.searchsorted(at, keys, "right")]
-    places = np.concatenate([np.arange(n) + a + t for n, a, t in zip(lengths, at, total[:-1], strict=True)])
-    tensors = [torch.from_numpy(x.astype(np.int32)) for x in (new_begin, new_end, sources, own, places, copied)]
+    keys = torch.arange(block.seq_k)
+    own = keys + total[torch.searchsorted(at, keys, right=True)]
+    copied = torch.cat([torch.arange(*x) for x in zip(first.tolist(), past.tolist(), strict=True)])
+    places = torch.arange(len(copied)) + at.repeat_interleave(lengths)
+    sources = torch.empty(len(keys) + len(copied), dtype=torch.int64)
+    sources[own], sources[places] = keys, copied
+    tensors = [x.to(torch.int32) for x in (new_begin, new_end, sources, own, places, copied)]
     joined = replace(
         block, start=tensors[0][None], end=tensors[1][None], segments_k=(len(sources),), others=(),
         positions_k=block.positions_k[tensors[2].long().to(block.positions_k.device)], pairs=float(seen.sum()),
@@ -119,21 +119,23 @@ def _weave(block: Block) -> Woven | None:
 
 
 def _copies(
-    start: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray, most: int
+    start: Tensor, end: Tensor, low: Tensor, high: Tensor, most: int
 ) -> list[tuple[int, int, int, int, int]] | None:
     """Return copies of keys ``low`` to ``high`` that every query with ``low >= 0`` sees one of: (the key before which
     it lies, its first key, past its last, the first query that sees it, past the last); None if there is no way."""
     copies: list[tuple[int, int, int, int, int]] = []
-    others = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1  # queries that see other few keys
-    count, query, n = 0, int(np.argmax(low >= 0)) if (low >= 0).any() else len(low), len(low)
+    others = ((low.diff() != 0) | (high.diff() != 0)).nonzero()[:, 0] + 1  # queries that see other few keys
+    few = (low >= 0).nonzero()[:, 0]
+    count, n = 0, len(low)
+    query = int(few[0]) if len(few) else n
     while query < n:
         at = max(int(end[query - 1]) if query else 0, int(start[query]))
-        change = int(np.searchsorted(others, query, "right"))
-        stop = min(int(others[change]) if change < len(others) else n, int(np.searchsorted(start, at, "right")))
+        change = int(torch.searchsorted(others, query, right=True))
+        stop = min(int(others[change]) if change < len(others) else n, int(torch.searchsorted(start, at, right=True)))
         count += int(high[query] - low[query])
         if at > end[query] or stop <= query or count > most or (stop < n and start[stop] < at):
             return None
         copies.append((at, int(low[query]), int(high[query]), query, stop))
-        rest = np.flatnonzero(low[stop:] >= 0)[:1]
-        query = stop + int(rest[0]) if len(rest) else n
+        following = int(torch.searchsorted(few, stop))
+        query = int(few[following]) if following < len(few) else n
     return copies or None

@@ -115,15 +115,35 @@ def test_slurm_starts_one_torchrun_on_each_node(tmp_path: Path) -> None:
         assert f"--rdzv-endpoint node7 --rdzv-id 12 --rdzv-conf is_host={is_host} -m scripts.train" in line
 
 
-def test_accelerate_reads_its_file() -> None:
-    config_args = pytest.importorskip("accelerate.commands.config.config_args", reason="pip install accelerate")
-    config = config_args.load_config_from_file(
-        str(FILES / "accelerate.yaml")
-    )  # raises for a field that it does not know
-    assert config.distributed_type.value == "MULTI_GPU"
-    assert config.num_processes % config.num_machines == 0
+def test_accelerate_reads_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hands on what it says, to the program's Accelerator or Trainer: as they read it there."""
+    launch = pytest.importorskip("accelerate.commands.launch", reason="pip install accelerate")
+    from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.commands.config import config_args
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = str(FILES / "accelerate.yaml")
+    config = config_args.load_config_from_file(file)  # raises for a field that it does not know
     assert config.rdzv_backend == "c10d"
     assert not config.same_network, "c10d reads rdzv_endpoint, which accelerate sets only where this is false"
+    for where in (config.fsdp_config, config.parallelism_config):
+        known = {option for action in launch.launch_command_parser()._actions for option in action.option_strings}
+        assert [name for name in where if f"--{name}" not in known] == []
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    arguments = launch.launch_command_parser().parse_args(["--config_file", file, "train.py"])
+    arguments, _, mixed_precision = launch._validate_launch_command(arguments)
+    variables = prepare_multi_gpu_env(arguments)
+    monkeypatch.undo()
+    assert (arguments.use_fsdp, mixed_precision, variables["ACCELERATE_USE_FSDP"]) == (True, True, "true")
+    for name, value in variables.items():
+        if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
+            monkeypatch.setenv(name, value)
+    assert variables["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"  # of which the door asks the same
+    parallel = ParallelismConfig()
+    assert (parallel.cp_size, parallel.total_size) == (8, config.num_processes)
+    assert FullyShardedDataParallelPlugin().fsdp_version == 2
 
 
 # Fields of a TrainJob, those of the pods' patches included:

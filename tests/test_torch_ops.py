@@ -70,12 +70,12 @@ def intervals(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 def test_parts_have_every_visible_pair_once(bounds: tuple[np.ndarray, np.ndarray]) -> None:
     start, end = bounds
     seq_k = int(end.max()) + 1
-    parts = parts_of(start, end, len(start))
+    parts = parts_of(*map(torch.from_numpy, bounds), len(start))
     assert parts is not None
     key = np.arange(seq_k)
     assert (seen(parts, len(start), seq_k) == ((start[:, None] <= key) & (key < end[:, None]))).all()
     assert all(first < past and low < high for (first, past), (low, high), _, _ in parts)
-    fewer = parts_of(start, end, len(parts) - 1)
+    fewer = parts_of(*map(torch.from_numpy, bounds), len(parts) - 1)
     assert fewer is None or not parts
 
 
@@ -84,7 +84,7 @@ def test_cudnn_splits_parts_into_full_and_square_ones(bounds: tuple[np.ndarray, 
     start, end = bounds
     seq_k, cudnn = int(end.max()) + 1, torch_ops.Cudnn()
     cudnn.unit = 1
-    for part in parts_of(start, end, len(start)) or ():
+    for part in parts_of(*map(torch.from_numpy, bounds), len(start)) or ():
         pieces = cudnn.split(part)
         assert (pieces is None) == (part.left is not None)
         if pieces is not None:
