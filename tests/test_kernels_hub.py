@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -132,6 +135,18 @@ def test_kernels_loads_it(hub: Path) -> None:
 
     read = kernels_data.Metadata.read_from_file(hub / "build/torch-cuda/metadata.json")
     assert (read.name.python_name, read.version) == ("some_kernels", 1)
+
+
+def test_other_sources_have_another_id(hub: Path) -> None:
+    """So that two versions may be loaded at once."""
+    ids = {kernels_hub.metadata("some-kernels", 1, "cpu", {"a.py": data})["id"] for data in (b"1", b"2")}
+    assert len(ids) == 2
+    for variant in (hub / "build").iterdir():
+        digest = json.loads((variant / "metadata.json").read_text())["digest"]
+        files = {path.relative_to(variant).as_posix(): path for path in variant.rglob("*.py")}
+        assert digest["files"].keys() == files.keys()
+        for name, path in files.items():
+            assert base64.b64decode(digest["files"][name]) == hashlib.sha256(path.read_bytes()).digest()
 
 
 def test_a_folder_that_is_not_empty_is_refused(hub: Path) -> None:
