@@ -53,7 +53,12 @@ TESTS = {
     ],
     "from_ring_flash_attn": ["test_ring_flash_attn", "test_from_ring_flash_attn", "test_flash_attn_functions"],
     "grpo": ["test_grpo_of_trl", "test_grpo"],
-    "generate": ["test_generation", "test_generation", "test_generation_as_a_graph", "test_generation_of_transformers"],
+    "generate": [
+        *["test_generation"] * 2,
+        "test_generation_as_a_graph",
+        "test_generation_with_a_cache_of_ones_own",
+        "test_generation_of_transformers",
+    ],
     "host_memory": ["test_host_memory"],
     "longest": ["test_the_longest_rows", *["test_the_longest_rows_of_a_model_of_ones_own"] * 2],
     "losses": ["test_losses"],
@@ -1005,6 +1010,22 @@ def test_generation_as_a_graph() -> None:
     assert not token.isnan().any()
 
 
+def test_generation_with_a_cache_of_ones_own() -> None:
+    q, k, v = (torch.randn(1, 1, h, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    whole = torch.randn(2, 1, 64, 2, 16, generator=torch.Generator().manual_seed(9))
+
+    def body(rank: VirtualRank) -> Tensor:
+        k_cache, v_cache = (x[:, rank.rank :: 2].clone() for x in whole)
+        names: dict[str, Any] = dict(ringattn=ringattn, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+        exec(code_of("generate", 3), names | dict(plan=ringattn.plan(8, rank), lengths=40), names)
+        return names["out"]
+
+    keys, values = (torch.cat([x[:, :40], new], 1) for x, new in zip(whole, (k, v), strict=True))
+    want, _ = reference.attention(q, keys, values, masks.full(1, 41))
+    for out in virtual.run(2, body):
+        torch.testing.assert_close(out, want.float())
+
+
 def test_generation_of_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
     import ringattn.hf
@@ -1024,7 +1045,7 @@ def test_generation_of_transformers() -> None:
 
         auto = types.SimpleNamespace(from_pretrained=from_pretrained)
         names: dict[str, Any] = dict(AutoModelForCausalLM=auto, ringattn=ringattn, name="", inputs=inputs)
-        exec(code_of("generate", 3), names | dict(mesh={"cp": rank}), names)
+        exec(code_of("generate", 4), names | dict(mesh={"cp": rank}), names)
         return names["out"]
 
     for out in virtual.run(2, body):

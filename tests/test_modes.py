@@ -98,6 +98,12 @@ def use(x: Tensor) -> Tensor:
         return flash.flash_attn_func(x, x, x, causal=True)
 
 
+def with_kvcache(x: Tensor) -> object:
+    caches = [torch.ones(1, 16, HEADS, DIM) for _ in "kv"]
+    with ringattn.use(KEPT.plan):
+        return flash.flash_attn_with_kvcache(x[:, :1], *caches, x[:, :1], x[:, :1], cache_seqlens=5)
+
+
 def fork(cache: ringattn.KVCache, s: int) -> int:
     number = cache.fork(s)
     return cache.lengths[number]
@@ -132,6 +138,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "flash.flash_attn_varlen_qkvpacked_func": under_use(
         flash.flash_attn_varlen_qkvpacked_func, lambda x: (torch.stack([x[0], x[0], x[0]], 1), CU, N)
     ),
+    "flash.flash_attn_with_kvcache": with_kvcache,
     "Plan.shard": lambda x: KEPT.plan.shard(x),
     "Plan.shard_k": lambda x: KEPT.plan.shard_k(x),
     "Plan.unshard": lambda x: KEPT.plan.unshard(x),
@@ -359,6 +366,7 @@ MODES: dict[str, Callable[[Callable[[Tensor], Any]], Any]] = {
     "anomaly mode": anomaly,
     "threads": in_threads,
 }
+WITHOUT_GRADIENTS = ("decode", "KVCache.extend", "flash.flash_attn_with_kvcache")
 REFUSED = re.compile(r"\(\) (backward )?(has no|works on the host)|flash_attn_varlen_\w*func compares the values")
 
 
@@ -368,7 +376,7 @@ def outcome(name: str, mode: str) -> str:
     with torch.no_grad():
         whole = call(X)
     expected = values(whole)
-    if mode in ("grad mode, backward", "func.grad, vjp", "anomaly mode") and name not in ("decode", "KVCache.extend"):
+    if mode in ("grad mode, backward", "func.grad, vjp", "anomaly mode") and name not in WITHOUT_GRADIENTS:
         expected = values(gradient(call))
     elif mode in ("jvp, jacfwd", "vmap, jacrev") and isinstance(whole, Tensor) and whole.is_floating_point():
         expected = values(whole.sum())

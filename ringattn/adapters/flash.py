@@ -39,6 +39,18 @@ def use(plan: Plan) -> AbstractContextManager[None]:
     return _plans.active(plan)
 
 
+def plan_in_use(name: str) -> Plan:
+    """Return the plan of the innermost :func:`use`.
+
+    Raises:
+        RuntimeError: there is none for the function ``name``.
+    """
+    plan = _plans.current()
+    if plan is None:
+        raise RuntimeError(f"{name} of ringattn.flash was called outside of `with ringattn.use(plan)`: it has no plan")
+    return plan
+
+
 @dataclass(frozen=True)
 class _Call:
     """The arguments of a call except its tensors, in flash-attn's order."""
@@ -55,11 +67,7 @@ class _Call:
 
     def plan(self) -> Plan:
         """Return the plan in use, after comparing the call with it."""
-        plan = _plans.current()
-        if plan is None:
-            raise RuntimeError(
-                f"{self.name} of ringattn.flash was called outside of `with ringattn.use(plan)`: it has no plan"
-            )
+        plan = plan_in_use(self.name)
         check_dropout(self.name, self.dropout_p)
         check_causal(self.name, plan, self.causal)
         check_window(self.name, plan, self.causal, self.window_size)
