@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
@@ -36,7 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memo import Memo
+from ..memo import Handles, Memo
 from .upload import upload
 
 LOG2E = 1 / math.log(2)  # exp(x) = exp2(x * LOG2E); in compiled kernels: triton/primitives.py
@@ -54,26 +52,12 @@ class ScoreMod:
     """
 
     handle: int
-    _by_handle: ClassVar[weakref.WeakValueDictionary[int, ScoreMod]] = weakref.WeakValueDictionary()
-    _numbers: ClassVar[itertools.count[int]] = itertools.count(1)
+    by_handle: ClassVar[Handles[ScoreMod]] = Handles("score_mod")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ScoreMod:
         self = super().__new__(cls)
-        object.__setattr__(self, "handle", next(cls._numbers))  # also if a subclass is a frozen dataclass
-        cls._by_handle[self.handle] = self
+        object.__setattr__(self, "handle", cls.by_handle.add(self))  # also if a subclass is a frozen dataclass
         return self
-
-    @classmethod
-    def by_handle(cls, handle: int) -> ScoreMod:
-        """Return the instance that a handle stands for.
-
-        Raises:
-            RuntimeError: it was garbage-collected.
-        """
-        mod = cls._by_handle.get(handle)
-        if mod is None:
-            raise RuntimeError(f"score_mod {handle} is gone: keep a reference to it until the backward has run")
-        return mod
 
     @property
     def name(self) -> str:

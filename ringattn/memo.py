@@ -1,9 +1,11 @@
 """Results that outlive the call that made them: kept under a key (:class:`Memo`), and made outside of its modes
-(:func:`lasting`) and of compiled graphs (:func:`untraced`)."""
+(:func:`lasting`) and of compiled graphs (:func:`untraced`); numbers that stand for objects there (:class:`Handles`)."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -125,3 +127,31 @@ class Memo(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+class Handles(Generic[T]):
+    """Numbers that stand for objects in the operators of torch.library, which take none. They keep nothing alive.
+
+    Args:
+        what: names an object in errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._numbers = what, itertools.count(1)
+        self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, x: T) -> int:
+        """Return a number for an object."""
+        number = next(self._numbers)
+        self._objects[number] = x
+        return number
+
+    def __getitem__(self, number: int) -> T:
+        """Return the object that a number stands for.
+
+        Raises:
+            RuntimeError: it was garbage-collected.
+        """
+        if (x := self._objects.get(number)) is None:
+            raise RuntimeError(f"{self._what} {number} is gone: keep a reference to it until the backward has run")
+        return x

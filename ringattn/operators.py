@@ -34,7 +34,7 @@ from .plans import Begun, Plan
 
 # The first call allocates persistent tables, counters and buffers, which must not come from the memory pool of a CUDA
 # graph that inductor records (mode="reduce-overhead").
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+TAGS = (torch.Tag.cudagraph_unsafe,)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _VALUES = frozenset((int, float, bool, str, type(None)))
 
@@ -172,7 +172,7 @@ def _score(
 ) -> Score:
     dtype = accumulation_dtype(q)  # kernels read slopes and sinks in this dtype
     slopes, sink = (x if x is None else x.to(dtype) for x in (alibi_slopes, sink))
-    return Score(softmax_scale, softcap, slopes, sink, ScoreMod.by_handle(mod) if mod else None)
+    return Score(softmax_scale, softcap, slopes, sink, ScoreMod.by_handle[mod] if mod else None)
 
 
 def _forward(
@@ -189,7 +189,7 @@ def _forward(
     grad_mode: bool,
 ) -> tuple[Tensor, Tensor]:
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
-    return _run(_begin(q, k, v, score, kernel, plans.by_handle(plan_handle), grad_mode)[0])
+    return _run(_begin(q, k, v, score, kernel, plans.by_handle[plan_handle], grad_mode)[0])
 
 
 def run_forward(known: Signature, plan: Plan, *inputs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
@@ -285,7 +285,7 @@ def _stream_of(x: Tensor | None) -> Hashable:
 
 def _forward_max(*inputs):  # type: ignore[no-untyped-def]
     q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode = inputs
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
     largest = q.new_full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q))
     call, _ = _begin(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)
@@ -317,10 +317,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=_TAGS)
+_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=TAGS)
 _WITH_MAX = torch.library.infer_schema(_forward, mutates_args=()).removesuffix(")") + ", Tensor)"
 _attention_max = torch.library.custom_op(
-    "ringattn::attention_max", _forward_max, mutates_args=(), schema=_WITH_MAX, tags=_TAGS
+    "ringattn::attention_max", _forward_max, mutates_args=(), schema=_WITH_MAX, tags=TAGS
 )
 
 
@@ -357,7 +357,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     numbers = softmax_scale, softcap, kernel, plan_handle, score_mod, forward
     tensors = dout, dlse, q, k, v, out, lse, alibi_slopes, sink
-    dq, dk, dv, dsink = run_backward(None, plans.by_handle(plan_handle), tensors, *numbers)
+    dq, dk, dv, dsink = run_backward(None, plans.by_handle[plan_handle], tensors, *numbers)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
 
@@ -396,7 +396,7 @@ def run_backward(  # type: ignore[no-untyped-def]
     return differentiate(*tensors) if known is None else _repeated(plan, known, differentiate, *tensors)
 
 
-_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=_TAGS)
+_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=TAGS)
 
 
 @_attention_backward.register_fake
@@ -414,11 +414,11 @@ _backward_operator = differentiable_once("attention()", _attention_backward)
 
 def _save(ctx, inputs, output, plan: Plan | None = None) -> None:  # type: ignore[no-untyped-def]
     q, k, v, alibi_slopes, sink, *numbers, plan_handle, score_mod, _ = inputs
-    ctx.score_mod = ScoreMod.by_handle(score_mod) if score_mod else None  # alive until the backward has run
+    ctx.score_mod = ScoreMod.by_handle[score_mod] if score_mod else None  # alive until the backward has run
     # The number of this call tells backwards from each other; 0 in a compiled graph, which fixes their order.
     forward = 0
     if type(output[0]) is Tensor:
-        forward = (plan or plans.by_handle(plan_handle)).transport.calls.number
+        forward = (plan or plans.by_handle[plan_handle]).transport.calls.number
     ctx.plan = plan
     ctx.numbers = [*numbers, plan_handle, score_mod, forward]
     ctx.save_for_backward(q, k, v, *output[:2], alibi_slopes, sink)

@@ -7,9 +7,7 @@ runs them and predicts what they cost, :mod:`.verify` proves them.
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
 
@@ -23,7 +21,7 @@ from .layouts import shards as layouts
 from .layouts.placement import Placement
 from .layouts.schedule import Schedule, Step
 from .masks.pairs import count_below
-from .memo import Memo, on_the_host
+from .memo import Handles, Memo, on_the_host
 from .plan_arguments import Request
 from .program import SIGNATURES, Programs
 from .shape import Shape
@@ -121,7 +119,6 @@ class Plan:
         self.dataflow, self.flow, self.choice, self.digest = dataflow, flow, choice, digest
         self.schedule: Schedule = flow.schedule(self.needs, request.local_size)
         self.transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
-        self.handle = next(_handles)
         self.memo: Memo[Any] = Memo(1 << 14)
         self.programs = Programs()  # of calls that repeat
         self.begun: Memo[Begun] = Memo(SIGNATURES)  # calls whose arguments were checked, by their signatures
@@ -132,7 +129,7 @@ class Plan:
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
         self.local_lengths = tuple(map(layouts.length, self.shards))
         self.local_lengths_k = tuple(map(layouts.length, self.shards_k))
-        _by_handle[self.handle] = self
+        self.handle = by_handle.add(self)
 
     def __repr__(self) -> str:
         return (
@@ -484,17 +481,4 @@ def _visible(plan: Plan, q_rank: int, k_rank: int) -> int:
     )
 
 
-_handles = itertools.count(1)
-_by_handle: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-
-
-def by_handle(handle: int) -> Plan:
-    """Return the plan that a handle stands for.
-
-    Raises:
-        RuntimeError: it was garbage-collected.
-    """
-    plan = _by_handle.get(handle)
-    if plan is None:
-        raise RuntimeError(f"plan {handle} is gone: keep a reference to it until the backward has run")
-    return plan
+by_handle: Handles[Plan] = Handles("plan")

@@ -19,6 +19,7 @@ from paged_cases import dense, random_tree
 from pool import Pool, on_ranks
 from suite import few, world_sizes
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import ringattn
 from ringattn import virtual
@@ -399,3 +400,72 @@ def test_ranks_that_have_done_other_things_to_the_cache_begin_other_calls(change
     assert one[1] != other[1]
     assert one[2] != other[2]
     assert len(set(one)) == 3
+
+
+# --- In compiled functions -------------------------------------------------------------------------------
+
+COMPILED = torch.linspace(-1, 1, 3 * DIM * HEADS * LAYERS).mul(99).sin().view(LAYERS, 3, DIM * HEADS)
+
+
+def token(x: Tensor, step: ringattn.Step, **options: Any) -> Tensor:
+    """A model of two layers: (1, new, HEADS * DIM)."""
+    x = x + step.positions[..., None] / 9
+    for layer, weights in enumerate(COMPILED):
+        q, k, v = ((x * w).unflatten(-1, (HEADS, DIM)) for w in weights)
+        result = ringattn.decode(
+            q, k[..., :KV_HEADS, :], v[..., :KV_HEADS, :DIM_V], step, layer=layer, return_lse=True, **options
+        )
+        out, lse = result
+        more = out.flatten(2).sum(-1, keepdim=True) + lse.exp().sum()
+        x = (x + more / (1 + more.abs())).tanh()
+    return x
+
+
+def compiled_tokens(backend: str) -> int:
+    """Tokens by a compiled function, which must be those of the function itself; returns how often it was compiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    run = torch.compile(token, fullgraph=True, backend=counter)
+    slopes, sink = torch.linspace(0.1, 0.4, HEADS), torch.linspace(-1, 1, HEADS)
+    for options in ({}, dict(heads="scattered"), dict(alibi_slopes=slopes, sink=sink, softcap=2.0, softmax_scale=0.3)):
+        shape = dict(tokens=256, head_dim_v=DIM_V, page_size=16, dtype=torch.float32, windows=WINDOWS)
+        pairs = [(cache, cache.add()) for cache in (ringattn.KVCache(LAYERS, KV_HEADS, DIM, **shape) for _ in "ab")]
+        x = torch.ones(1, 2, HEADS * DIM)
+        with torch.no_grad():
+            for _ in range(5):  # a step each: a number of a step must not be compiled in
+                (a, s), (b, t) = pairs
+                want, got = token(x, a.step([s], 2), **options), run(x, b.step([t], 2), **options)
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+                x = want
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", on_ranks(1, 2))
+def test_a_compiled_function_is_one_graph(world_size: int, backend: str, pools: Callable[[int], Pool]) -> None:
+    for compiled in pools(world_size).run(compiled_tokens, backend):
+        assert compiled <= 6, "twice for each set of options"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_function_stores_tokens_whose_output_it_drops(backend: str) -> None:
+    torch._dynamo.reset()
+    cache = ringattn.KVCache(LAYERS, KV_HEADS, DIM, tokens=64, dtype=torch.float32)
+    cache._memory.pools[0].k.zero_()
+    step, (q, k) = cache.step([cache.add()]), (torch.ones(1, 1, h, DIM) for h in (HEADS, KV_HEADS))
+
+    def drop(x: Tensor) -> Tensor:
+        ringattn.decode(q, k * x, k, step, layer=0)
+        ringattn.decode(q, k * x * 2, k, step, layer=0)  # later, in this order
+        return x + 1
+
+    torch.compile(drop, fullgraph=True, backend=backend)(torch.ones(()))
+    assert (cache._memory.pools[0].k == 2).sum() == k.numel()
+
+
+def test_a_compiled_function_with_gradients_is_refused() -> None:
+    torch._dynamo.reset()
+    cache = ringattn.KVCache(LAYERS, KV_HEADS, DIM, tokens=64, head_dim_v=DIM_V, dtype=torch.float32)
+    x = torch.ones(1, 1, HEADS * DIM, requires_grad=True)
+    with pytest.raises(Exception, match="decode\\(\\) has no gradients, but q, k, v require grad"):
+        torch.compile(token, fullgraph=True, backend="eager")(x, cache.step([cache.add()]))

@@ -38,11 +38,14 @@ class Kept(threading.local):
 
     plan: ringattn.Plan
     cache: ringattn.KVCache
+    step: ringattn.Step
     module: nn.Module
 
     def __getattr__(self, name: str) -> Any:
         plan = ringattn.plan(N, causal=True)
-        made = plan if name == "plan" else new_cache() if name == "cache" else ringattn.wrap(Attend(), plan)
+        made: Any = plan if name == "plan" else new_cache() if name == "cache" else ringattn.wrap(Attend(), plan)
+        if name == "step":
+            made = self.cache.step([self.cache.add()])
         setattr(self, name, made)
         return made
 
@@ -113,8 +116,10 @@ def extend(cache: ringattn.KVCache, s: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return cache.extend(cache.plan(s, N, causal=True), 0, x, x)
 
 
-def decode(cache: ringattn.KVCache, s: int, x: Tensor) -> object:
-    return ringattn.decode(x[:, :1], x[:, :1], x[:, :1], cache.step([s]), layer=0)
+def decode(x: Tensor) -> object:
+    """Of a step that was made before, where this is compiled."""
+    step = KEPT.step if torch.compiler.is_compiling() else KEPT.cache.step([KEPT.cache.add()])
+    return ringattn.decode(x[:, :1], x[:, :1], x[:, :1], step, layer=0)
 
 
 CALLS: dict[str, Callable[[Tensor], Any]] = {
@@ -176,7 +181,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "Partial.add_": lambda x: partial(x.detach()).add_(partial(x.detach())).o,
     "KVCache": lambda x: new_cache().page_size,
     "KVCache.extend": lambda x: of_cache(lambda cache, s: extend(cache, s, x))(x),
-    "decode": lambda x: of_cache(lambda cache, s: decode(cache, s, x))(x),
+    "decode": decode,
     "KVCache.add": of_cache(lambda cache, s: s >= 0),
     "KVCache.lengths": of_cache(lambda cache, s: cache.lengths[s]),
     "KVCache.fork": of_cache(fork),
@@ -338,6 +343,7 @@ def in_threads(call: Callable[[Tensor], Any]) -> Any:
 
 
 def compiled(call: Callable[[Tensor], Any]) -> Any:
+    assert KEPT.step
     with ringattn.use(KEPT.plan):
         return torch.compile(call, fullgraph=True, backend="eager")(X)
 
@@ -400,7 +406,7 @@ def after() -> None:
     places = (embed(plan.positions) + embed(plan.positions_k))[None, :, None]
     (ringattn.attention(x, x, x, plan) * places).sum().backward()
     if "cache" in KEPT.__dict__:
-        decode(KEPT.cache, KEPT.cache.add(), X)
+        decode(X)
     KEPT.forget()
 
 

@@ -460,13 +460,13 @@ def test_a_plan_that_is_dropped_goes_with_its_tables_at_once(dataflow: str, dete
 
 def test_handles_stand_for_living_plans() -> None:
     plan = plan_function(16, VirtualRank(1, 2))
-    assert plans.by_handle(plan.handle) is plan
+    assert plans.by_handle[plan.handle] is plan
     handle = plan.handle
     factory._plans.clear()
     del plan
     gc.collect()
     with pytest.raises(RuntimeError, match=f"plan {handle} is gone: keep a reference"):
-        plans.by_handle(handle)
+        plans.by_handle[handle]
 
 
 def test_copies_share_the_plan_and_pickling_is_refused() -> None:

@@ -23,8 +23,8 @@ from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
 from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
-from ..memo import untraced
-from ..operators import as_autocast, autocast_dtype, check_transforms, no_autocast
+from ..memo import Handles, untraced
+from ..operators import TAGS, as_autocast, autocast_dtype, check_transforms, no_autocast
 from ..transport.group import Transport
 
 HEADS = ("all", "scattered")
@@ -60,7 +60,9 @@ class DecodingStep(Protocol):
         ...
 
 
-@untraced
+by_handle: Handles[DecodingStep] = Handles("step")
+
+
 def decode(
     q: Tensor,
     k: Tensor,
@@ -100,7 +102,7 @@ def decode(
 
     Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated: call it under
     torch.no_grad() or torch.inference_mode(). The step may be
-    captured in a CUDA graph; a call makes at most one collective.
+    captured in a CUDA graph, or passed to a compiled function; a call makes at most one collective.
 
     Returns:
         out (batch, new, heads, head_dim_v) in q's dtype, and with ``return_lse`` lse (batch, heads, new): natural
@@ -113,6 +115,67 @@ def decode(
     """
     if not hasattr(step, "new_tokens"):
         raise TypeError(f"step is of type {type(step).__name__}; pass what KVCache.step() returned")
+    options = _Options(softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, score_mod)
+    run = _traced if torch.compiler.is_compiling() else _decode
+    out, lse = run(q, k, v, step, layer, options)
+    return (out, lse) if return_lse else out
+
+
+class _Options(NamedTuple):
+    """The options of a call, see :func:`decode`."""
+
+    softmax_scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    tree: Tensor | None
+    heads: str
+    fixed_split: int
+    kernel: str
+    score_mod: ScoreMod | None
+
+
+def _traced(q: Tensor, k: Tensor, v: Tensor | None, step: Any, layer: int, options: _Options) -> Result:
+    """Call the operator, from a function that is compiled.
+
+    Args:
+        step: with a ``pool`` of a layer, its ``handle`` of :data:`by_handle`, and a tensor ``order``, the same for all
+            steps of a cache, that the operator says it changes: compilers keep such calls, and their order.
+    """
+    check_no_gradients("decode()", dict(q=q, k=k, v=v))
+    cast = autocast_dtype(q.device)
+    if cast is not None and cast != q.dtype and step.pool.accepts(cast) == cast:
+        q, k, v = as_autocast(q, k, k if v is None else v)
+    heads, mod = q.shape[2], options.score_mod
+    if options.heads == "scattered":
+        mine = part(heads, step.transport.rank, step.transport.world_size)
+        heads = mine.stop - mine.start
+    numbers = 0 if mod is None else mod.handle, heads, step.pool.v.shape[-1]
+    return Result(*_operator(step.order, q, k, v, step.handle, layer, *options[:-1], *numbers))
+
+
+@torch.library.custom_op("ringattn::decode", mutates_args=("order",), tags=TAGS)
+def _operator(
+    order: Tensor, q: Tensor, k: Tensor, v: Tensor | None, step: int, layer: int, softmax_scale: float | None,
+    softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None, tree: Tensor | None, heads: str,
+    fixed_split: int, kernel: str, score_mod: int, heads_out: int, head_dim_v: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mod = ScoreMod.by_handle[score_mod] if score_mod else None
+    options = _Options(softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, mod)
+    with torch.no_grad():  # gradients were refused when the function was compiled
+        return _decode(q, k, v, by_handle[step], layer, options)
+
+
+@_operator.register_fake
+def _operator_fake(order, q, *others):  # type: ignore[no-untyped-def]
+    *_, heads, head_dim_v = others
+    batch, new, _, _ = q.shape
+    return q.new_empty(batch, new, heads, head_dim_v), q.new_empty(batch, heads, new, dtype=accumulation_dtype(q))
+
+
+@untraced
+def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: int, options: _Options) -> Result:
+    softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, score_mod = options
     transport = step.transport
     try:
         pool, tables, window = step.layer(layer)
@@ -125,7 +188,7 @@ def decode(
         of_score = dict(softmax_scale=softmax_scale, softcap=softcap)
         _check_types(tensors, of_score, dict(heads=heads, kernel=kernel), fixed_split)
         cast = autocast_dtype(q.device)
-        if cast is not None and cast != q.dtype and cast == pool.accepts(cast):
+        if cast is not None and cast != q.dtype and pool.accepts(cast) == cast:
             q, k, v = as_autocast(q, k, k if v is None else v)
         # The checks and the choice of a kernel take half as long as all of the rest: repeated calls skip them.
         kind = (
@@ -170,7 +233,7 @@ def decode(
     except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
         transport.note_failure(error)
         raise
-    return (out, lse) if return_lse else out
+    return Result(out, lse)
 
 
 def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from ..kernels.paged.operands import NEW_TOKENS, StepState, Tables, tile_size
 from ..kernels.upload import upload
 from ..memo import Memo, on_the_host
 from ..transport.group import Transport
-from .decoding import LayerStep
+from .decoding import LayerStep, by_handle
 from .pages import NONE, Kind
 from .slots import Row, Slots
 from .storage import Memory
@@ -49,6 +49,7 @@ class Step:
         batch, new_tokens: rows, and new tokens of each.
         state: the tables of all kinds of layers, on the device.
         is_ahead: whether :meth:`advance` was called since the allocator was told.
+        pool, order, handle: what :func:`.decoding.decode` needs in a compiled function.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Step:
                 of_kind[kind] = (replace(tables, sinks=self._sinks(sinks, tables)), window)
         layers = zip(memory.pools, memory.kind_of, strict=True)
         self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
+        self.pool, self.order, self.handle = memory.pools[0], memory.order, by_handle.add(self)
 
     def __repr__(self) -> str:
         problem = f", unusable: {self._problem}" * bool(self._problem)

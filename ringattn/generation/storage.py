@@ -59,6 +59,7 @@ class Memory:
         scales: of each kind, those of keys and, unless values are shared, of values, (layers, kv_heads, pages *
             page_size) float32; none but for e4m3.
         positions: of all kinds, one after another: (slots,) int32.
+        order: of all steps, see :mod:`.decoding`.
         base: where the slots of each kind begin in it.
         pools: of each layer.
         spare: of each kind, the page that is in no table.
@@ -84,6 +85,7 @@ class Memory:
             self.v.append(own)
             count = 0 if token.dtype != E4M3 else 1 if token.shared_values else 2
             self.scales.append([torch.empty(*shape, device=device) for _ in range(count)])
+        self.order = torch.zeros(())
         self.positions = torch.zeros(self.base.pop(), dtype=torch.int32, device=device)
         self.pools = []
         used = [0] * len(kinds)

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from .. import plans
 from ..layouts.shards import length, put, take
-from ..operators import all_to_all, differentiable, differentiable_once, resized
+from ..operators import TAGS, all_to_all, differentiable, differentiable_once, resized
 from ..plans import Plan
 from .halo import Halo, halo
-
-_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 
 def wrong_device(plan: Plan, x: Tensor) -> ValueError | None:
@@ -58,9 +56,9 @@ def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) 
 # --- All rows ------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=TAGS)
 def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     shards = plan.shards_k if of_keys else plan.shards
     lengths = tuple(map(length, shards))
     error: Exception | None = None
@@ -83,9 +81,9 @@ def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
     return resized(x, dim, whole)
 
 
-@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=TAGS)
 def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     plan.begin("unshard() backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
     shards = plan.shards_k if of_keys else plan.shards
     pieces = [take(dwhole, s, dim).contiguous() for s in shards]
@@ -120,10 +118,10 @@ unshard = differentiable("unshard()", _unshard, _unshard_save, _unshard_gradient
 # --- Rows of neighbouring tokens -----------------------------------------------------------------------
 
 
-@torch.library.custom_op("ringattn::neighbours", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::neighbours", mutates_args=(), tags=TAGS)
 def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
     """Return (offsets, *x.shape): the value of the token n before, for each offset n, or zero."""
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     numbers = {f"offset {i}": n for i, n in enumerate(offsets[:16])}
     _begin(plan, "shift()", x, dim, dict(offsets=len(offsets), **numbers))
     table = halo(plan, offsets, x.device)
@@ -147,9 +145,9 @@ def _neighbours_fake(x, offsets, dim, plan_handle):  # type: ignore[no-untyped-d
     return x.new_empty((len(offsets), *x.shape))
 
 
-@torch.library.custom_op("ringattn::neighbours_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::neighbours_backward", mutates_args=(), tags=TAGS)
 def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     plan.begin("shift() backward", dict(plan=plan.digest, dim=dim, offsets=len(offsets)), compared=False)
     table = halo(plan, offsets, dout.device)
     local, total = dout.shape[1 + dim], dout.shape[1 + dim] + sum(table.counts)
@@ -202,10 +200,10 @@ def _heads(plan: Plan, heads: int, groups: int) -> list[range]:
     return [range(share.start * each, share.stop * each) for share in shares]
 
 
-@torch.library.custom_op("ringattn::to_heads", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::to_heads", mutates_args=(), tags=TAGS)
 def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
     """Return all tokens of this rank's heads from its tokens of all heads."""
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     numbers = dict(heads_dim=heads_dim, groups=groups, heads=x.shape[heads_dim])
     _begin(plan, "heads()", x, 1, numbers)
     shares = _heads(plan, x.shape[heads_dim], groups)
@@ -216,15 +214,15 @@ def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tenso
 
 @_to_heads.register_fake
 def _to_heads_fake(x, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     own = len(_heads(plan, x.shape[heads_dim], groups)[plan.rank])
     return resized(resized(x, 1, plan.seq_len), heads_dim, own or x.shape[heads_dim] // groups)
 
 
-@torch.library.custom_op("ringattn::to_tokens", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::to_tokens", mutates_args=(), tags=TAGS)
 def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
     """Return this rank's tokens of all heads from all tokens of its heads: the inverse of ``to_heads``."""
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     plan.begin("heads() back", dict(plan=plan.digest, heads_dim=heads_dim, groups=groups), compared=False)
     shares = _heads(plan, _all_heads(plan, y, heads_dim, groups), groups)
     y = y.narrow(heads_dim, 0, len(shares[plan.rank]))
@@ -234,7 +232,7 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
 
 @_to_tokens.register_fake
 def _to_tokens_fake(y, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     heads = _all_heads(plan, y, heads_dim, groups)
     return resized(resized(y, 1, plan.local_lengths[plan.rank]), heads_dim, heads)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import plans
 from ..layouts import shards as layouts
-from ..operators import all_to_all, differentiable, differentiable_once, resized
+from ..operators import TAGS, all_to_all, differentiable, differentiable_once, resized
 from ..plans import Plan
 from ..training.batch import begins
 from .exchange import wrong_device
@@ -153,13 +153,11 @@ def before(plan: Plan, table: Chunks, effect: Affine, what: str) -> Tensor:
 
 # --- Maps of all ranks -----------------------------------------------------------------------------------------------
 
-_TAGS = (torch.Tag.cudagraph_unsafe,)
 
-
-@torch.library.custom_op("ringattn::gather_states", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::gather_states", mutates_args=(), tags=TAGS)
 def _gather_states(x: Tensor, total: int, counts: list[int], what: str, plan_handle: int) -> Tensor:
     """Return the rows of all ranks (total, elements), in their order, of this rank's ones."""
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     dtype = str(x.dtype).removeprefix("torch.")
     plan.begin(what, dict(plan=plan.digest, elements=x.shape[1], dtype=dtype), wrong_device(plan, x))
     return torch.cat(all_to_all(plan, [x.contiguous()] * plan.world_size, 0, counts))
@@ -170,9 +168,9 @@ def _gather_states_fake(x, total, counts, what, plan_handle):  # type: ignore[no
     return resized(x, 0, total)
 
 
-@torch.library.custom_op("ringattn::gather_states_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("ringattn::gather_states_backward", mutates_args=(), tags=TAGS)
 def _gather_states_backward(drows: Tensor, counts: list[int], own: int, what: str, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     plan.begin(f"{what} backward", dict(plan=plan.digest, elements=drows.shape[1]), compared=False)
     pieces = list(drows.contiguous().split(counts))
     # Summed in the order of ranks, the same on every run

@@ -297,19 +297,19 @@ def _wait(plan: Plan, moving: Pending) -> None:
 
 @torch.library.custom_op("ringattn::visible", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _visible(rows: Tensor, started: int, plan_handle: int) -> Tensor:
-    exchange = _started[started] if started else _Started(plans.by_handle(plan_handle), rows)
+    exchange = _started[started] if started else _Started(plans.by_handle[plan_handle], rows)
     return exchange.finish(rows.dtype)
 
 
 @_visible.register_fake
 def _visible_fake(rows, started, plan_handle):  # type: ignore[no-untyped-def]
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     return rows.new_empty((sum(run.length for run in plan.fetches[plan.rank]), rows.shape[1]))
 
 
 @torch.library.custom_op("ringattn::visible_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _visible_backward(dout: Tensor, plan_handle: int) -> Tensor:
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     plan.begin("gathered() backward", dict(plan=plan.digest, numbers=dout.shape[1]), compared=False)
     network, node, (own, extended) = _routes(plan, dout.device)
 
@@ -329,7 +329,7 @@ def _visible_backward(dout: Tensor, plan_handle: int) -> Tensor:
 
 @_visible_backward.register_fake
 def _visible_backward_fake(dout, plan_handle):  # type: ignore[no-untyped-def]
-    plan = plans.by_handle(plan_handle)
+    plan = plans.by_handle[plan_handle]
     return dout.new_empty((plan.local_lengths_k[plan.rank], dout.shape[1]))
 
 
