@@ -11,6 +11,7 @@ import itertools
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ TESTS = {
     "from_ring_flash_attn": ["test_ring_flash_attn", "test_from_ring_flash_attn", "test_flash_attn_functions"],
     "grpo": ["test_grpo_of_trl", "test_grpo"],
     "generate": [
-        *["test_generation"] * 2,
+        *["test_generation"] * 4,
         "test_generation_as_a_graph",
         "test_generation_with_a_cache_of_ones_own",
         "test_generation_of_transformers",
@@ -694,9 +695,16 @@ def gemma(attn: str) -> nn.Module:
 
 
 def _model_with_fsdp2() -> tuple[list[Tensor], list[float]]:
-    """The page's file with nothing defined before it: the trained parameters, and what it prints of each loss."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+    """The page's file with nothing defined before it: the trained parameters, and what it prints of each loss. No
+    warning comes."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
         patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # the pool's
         names: dict[str, Any] = {}
         for block in range(3):
             exec(compile(code_of("fsdp2", block), "fsdp2.md", "exec"), names)
@@ -914,60 +922,34 @@ def test_drafts_of_dflash() -> None:
     torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
-class Layer:
-    """A layer whose queries, keys and values depend on the position."""
+def _generated() -> tuple[list[list[int]], list[list[int]]]:
+    """The page's file with nothing defined before it: what it prints, and the same tokens from the weights, each by a
+    forward of all tokens before it on one rank."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name in ("init_process_group", "destroy_process_group"):  # the pool's
+            patch.setattr(dist, name, lambda: None)
+        names: dict[str, Any] = {}
+        try:
+            for block in range(4):
+                exec(compile(code_of("generate", block), "generate.md", "exec"), names)
+        finally:
+            torch.set_grad_enabled(True)
+    if not dist.get_rank():
+        assert names["cache"].describe().splitlines() == printed.getvalue().splitlines()[1:]
+    tokens, alone = names["prompt"], VirtualRank(0, 1)
+    for _ in range(8):
+        n = tokens.shape[1]
+        x, plan = names["embed"](tokens, torch.arange(n)[None]), ringattn.plan(n, alone, causal=True)
+        for layer in names["layers"]:
+            x = layer.rest(x, ringattn.attention(*layer.qkv(x), plan))
+        tokens = torch.cat([tokens, names["next_token"](x)], 1)
+    return torch.cat(names["made"], 1).tolist(), tokens[:, -8:].tolist()
 
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.weight = torch.randn(DIM, 4 * 16, generator=generator) / 4
 
-    def qkv(self, x: Tensor) -> list[Tensor]:
-        return [y.unflatten(-1, (-1, 16)) for y in (x @ self.weight).split([32, 16, 16], -1)]
-
-    def rest(self, x: Tensor, out: Tensor) -> Tensor:
-        return x + out.flatten(2)[..., :DIM]
-
-
-def test_generation() -> None:
-    """The page's prompt in chunks and four tokens on two ranks, against everything again in one process."""
-    generator = torch.Generator().manual_seed(0)
-    table, place = torch.randn(VOCABULARY, DIM, generator=generator), torch.randn(2000, DIM, generator=generator)
-    prompt = torch.randint(VOCABULARY, (1, 1101), generator=generator)
-    layers = [Layer(1), Layer(2)]
-
-    def embed(tokens: Tensor, position: Tensor) -> Tensor:
-        assert tokens.shape == position.shape
-        assert tokens.ndim == 2
-        return table[tokens] + place[position.long()]
-
-    def next_token(x: Tensor) -> Tensor:
-        return (x[:, -1:] @ table.T).argmax(-1)
-
-    def body(rank: VirtualRank) -> list[int]:
-        on_rank = types.SimpleNamespace(**{name: getattr(ringattn, name) for name in ringattn.__all__})
-        on_rank.KVCache = functools.partial(ringattn.KVCache, group=rank)
-        made: list[int] = []
-
-        def noted(x: Tensor) -> Tensor:
-            made.append(int(next_token(x)))
-            return next_token(x)
-
-        names: dict[str, Any] = dict(ringattn=on_rank, torch=torch, prompt=prompt, embed=embed, layers=layers)
-        names |= dict(next_token=noted)
-        exec(code_of("generate", 0), names)
-        exec(code_of("generate", 1), names)
-        assert names["cache"].lengths == {names["s"]: 1104}
-        return made
-
-    got = virtual.run(2, body)
-    tokens = prompt
-    for _ in range(4):
-        x = embed(tokens, torch.arange(tokens.shape[1])[None])
-        for layer in layers:
-            q, k, v = layer.qkv(x)
-            x = layer.rest(x, reference.attention(q, k, v, masks.causal(tokens.shape[1]))[0].float())
-        tokens = torch.cat([tokens, next_token(x)], 1)
-    assert got == [tokens[0, -4:].tolist()] * 2
+def test_generation(pools) -> None:  # type: ignore[no-untyped-def]
+    (got, want), (other, _) = pools(2).run(_generated)
+    assert got == other == want
+    assert len(set(got[0])) > 2
 
 
 def test_generation_with_tensor_parallelism() -> None:
@@ -1005,7 +987,7 @@ def test_generation_as_a_graph() -> None:
     token = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
     names: dict[str, Any] = dict(ringattn=ringattn, torch=torch, cache=cache, s=s, next_token=next_token, token=token)
     next_token(token, cache.step([s]))  # compiles
-    exec(code_of("generate", 2), names)
+    exec(code_of("generate", 4), names)
     assert cache.lengths == {s: 1001}
     assert not token.isnan().any()
 
@@ -1017,7 +999,7 @@ def test_generation_with_a_cache_of_ones_own() -> None:
     def body(rank: VirtualRank) -> Tensor:
         k_cache, v_cache = (x[:, rank.rank :: 2].clone() for x in whole)
         names: dict[str, Any] = dict(ringattn=ringattn, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
-        exec(code_of("generate", 3), names | dict(plan=ringattn.plan(8, rank), lengths=40), names)
+        exec(code_of("generate", 5), names | dict(plan=ringattn.plan(8, rank), lengths=40), names)
         return names["out"]
 
     keys, values = (torch.cat([x[:, :40], new], 1) for x, new in zip(whole, (k, v), strict=True))
@@ -1045,7 +1027,7 @@ def test_generation_of_transformers() -> None:
 
         auto = types.SimpleNamespace(from_pretrained=from_pretrained)
         names: dict[str, Any] = dict(AutoModelForCausalLM=auto, ringattn=ringattn, name="", inputs=inputs)
-        exec(code_of("generate", 4), names | dict(mesh={"cp": rank}), names)
+        exec(code_of("generate", 6), names | dict(mesh={"cp": rank}), names)
         return names["out"]
 
     for out in virtual.run(2, body):
