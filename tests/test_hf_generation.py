@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -226,3 +227,24 @@ def test_more_rows_than_the_prompt() -> None:
     with ringattn.hf.generation(model, prompt(2, 20), rank) as cache, pytest.raises(ValueError, match="3 rows"):
         model.generate(**prompt(3, 20), past_key_values=cache, max_new_tokens=2)
     assert configs()
+
+
+def test_what_a_user_sees_of_the_plan() -> None:
+    models, inputs = [build("llama", "ringattn").eval() for _ in range(2)], prompt(2, 90, padding=True)
+    models[1].lm_head.bias = torch.nn.Parameter(torch.zeros(1 << 20))  # a rank says what itself holds
+
+    def described(rank: virtual.VirtualRank) -> str:
+        options = dict(prefill_chunk=64, max_new_tokens=7, num_sequences=3)
+        with ringattn.hf.generation(models[rank.rank], inputs, rank, **options) as cache:
+            return cache.describe()
+
+    texts = virtual.run(2, described)
+    for text, model in zip(texts, models, strict=True):
+        size = sum(p.nbytes for p in model.parameters()) / 2**20
+        first, *_, last = text.splitlines()
+        assert first == "2 row(s) over 2 rank(s), prompts 64 tokens at a time; room for 3 x 7 new tokens of each"
+        assert "2 sequence(s) of 173 tokens in all; a step takes about " in last
+        assert f" ms to read {size:.1f} MiB of weights, " in last
+        total, *parts = (float(ms) for ms in re.findall(r"([\d.]+) ms", last))
+        assert len(parts) == 3
+        assert total == pytest.approx(sum(parts), abs=2e-3)

@@ -387,13 +387,14 @@ class KVCache:
     # What users read
 
     @on_the_host
-    def describe(self, q_heads: int | None = None) -> str:
+    def describe(self, q_heads: int | None = None, weights: int = 0) -> str:
         """Return as text the bytes of a rank, the tokens that fit, free pages, and the predicted time of a step of one
-        token of every sequence: reading the keys and values, and one exchange per layer. Predictions are arithmetic
-        with the rates that ``benchmarks/calibrate.py`` measured on this machine, or with default ones.
+        token of every sequence: reading the keys and values, and the weights, and one exchange per layer. Predictions
+        are arithmetic with the rates that ``benchmarks/calibrate.py`` measured on this machine, or with default ones.
 
         Args:
             q_heads: query heads, for the size of the exchange; by default as many as key heads.
+            weights: bytes of the model's weights on this rank; 0: the time of attention alone.
         """
         slots, token, world_size = self._slots, self._memory.token, self.transport.world_size
         costs, source = costs_of(self.transport)
@@ -417,14 +418,16 @@ class KVCache:
                     passed = tokens.before(length - window) if window >= 0 else 0
                     seen = tokens.count - max(0, passed - tokens.before(sinks))
                     read[rank] += seen * layers * token.bytes
-        reading = max(read) / costs.memory_gbs / 1e6
         state = len(slots.lengths) * (q_heads or token.kv_heads) * (token.head_dim_v + 2) * 4
-        merge = merge_ms(costs, state, world_size, self.transport.pulls)
-        total = sum(slots.lengths.values())
+        parts = {
+            f"to read {max(read) / 2**20:.1f} MiB": max(read) / costs.memory_gbs / 1e6,
+            f"to read {weights / 2**20:.1f} MiB of weights": weights / costs.memory_gbs / 1e6,
+            "of merges": len(self.windows) * merge_ms(costs, state, world_size, self.transport.pulls),
+        }
+        listed = ", ".join(f"{ms:.3f} ms {what}" for what, ms in parts.items() if weights or "weights" not in what)
         lines.append(
-            f"{len(slots.lengths)} sequence(s) of {total} tokens in all; a step takes about "
-            f"{reading + merge * len(self.windows):.3f} ms: {reading:.3f} ms to read {max(read) / 2**20:.1f} MiB, and "
-            f"{merge * len(self.windows):.3f} ms of merges (costs: {source})"
+            f"{len(slots.lengths)} sequence(s) of {sum(slots.lengths.values())} tokens in all; a step takes about "
+            f"{sum(parts.values()):.3f} ms: {listed} (costs: {source})"
         )
         return "\n".join(lines)
 

@@ -71,9 +71,7 @@ class Generation(_Base):
         rows: its sequences, one per row of ``generate()``'s batch.
     """
 
-    def __init__(
-        self, model: nn.Module, transport: Transport, max_new_tokens: int, num_sequences: int, kernel: str
-    ) -> None:
+    def __init__(self, model: nn.Module, transport: Transport, max_new_tokens: int, num_sequences: int, kernel: str):
         super().__init__(layers=[])
         self.model: Any = unwrapped(model)
         self.transport, self.kernel = transport, kernel
@@ -89,6 +87,14 @@ class Generation(_Base):
         self._chunk = (0, 0)
         self._step: Step | None = None
         self._done: set[int] = set()  # layers that attended in this step
+
+    def describe(self) -> str:
+        """Return as text what ranks hold, the room for new tokens, and the predicted time of one, weights included."""
+        weights = (p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters())
+        return (
+            f"{len(self.rows)} row(s) over {self.transport.world_size} rank(s), prompts {self.prefill_chunk} tokens at "
+            f"a time; room for {self.num_sequences} x {self.max_new_tokens} new tokens of each\n"
+        ) + self.kv.describe(self.model.config.get_text_config().num_attention_heads, sum(x.nbytes for x in weights))
 
     # --- What transformers asks of a cache
 
