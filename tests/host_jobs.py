@@ -1,6 +1,8 @@
 """What the ranks of simulated hosts run (tests/hosts.py), started by torchrun: python tests/host_jobs.py FOLDER JOB...
 
 Each job writes what one rank has to say to FOLDER/JOB-RANK.json. Jobs run one after another in the same processes.
+
+python tests/host_jobs.py FOLDER train ARGUMENTS... is scripts.train, but for :func:`train`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import datetime
 import json
 import operator
 import os
+import signal
 import socket
 import sys
 import time
@@ -27,10 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringattn
 from ringattn.peer import connect
 from ringattn.shape import Shape
-from scripts import ranks
+from scripts import checkpoint, ranks
+from scripts import train as training
 
 GUARD = 600.0  # seconds after which a rank hangs
-LIMITS = {"cut": 10.0, "killed": 10 * GUARD}  # seconds that a rank waits for another where this fault is staged
+LIMITS = {"cut": 30.0, "killed": 10 * GUARD}  # seconds that a rank waits for another where this fault is staged
 LARGE = Case(seq_len=384, batch=1, q_heads=2, kv_heads=2, head_dim=128, head_dim_v=128)
 MASKS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
@@ -104,7 +108,7 @@ def attended(case: Case, plan: ringattn.Plan, dense: cases.Results, predicted: i
     torchrun send kilobytes every few seconds, and a lost packet is sent again."""
     cases.attend(case, plan=plan)  # ranks compare their arguments in the first call
     sent, nothing, payload = [], [], operator.attrgetter("payload")
-    for _ in range(6):
+    for _ in range(100):
         part, traffic = counted(lambda: cases.attend(case, plan=plan))
         sent.append(traffic)
         nothing.append(counted(lambda: None)[1])
@@ -164,7 +168,28 @@ def killed(folder: Path) -> dict[str, Any]:
     return until_it_fails(folder, "killed")
 
 
+def train(folder: Path, arguments: list[str]) -> int:
+    """Train. After the checkpoint of step N the last rank writes FOLDER/at-N, and goes on when there is no
+    FOLDER/stop-N, or SIGTERM has come: a fault comes at this step, however fast the machine is. The others wait for it
+    in the next step."""
+    save = checkpoint.save
+
+    def and_wait(root: Path, step: int, *more: Any) -> Path:
+        path = save(root, step, *more)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            (folder / f"at-{step}").touch()
+            termination: Any = signal.getsignal(signal.SIGTERM)  # a method of scripts.checkpoint.Termination
+            while (folder / f"stop-{step}").exists() and not termination.__self__.received:
+                time.sleep(0.02)
+        return path
+
+    checkpoint.save = and_wait  # type: ignore[assignment]
+    return training.main(arguments)
+
+
 def main(folder: Path, jobs: list[str]) -> int:
+    if jobs[0] == "train":
+        return train(folder, jobs[1:])
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     ranks.join("cpu")

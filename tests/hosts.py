@@ -155,12 +155,12 @@ class Hosts:
         for host in range(len(self._keepers) - 1):
             self.kill(host)
         for process in self._processes:
-            process.wait(20)
+            process.wait(600)
         for keeper in reversed(self._keepers):
             assert keeper.stdin is not None
             assert keeper.stdout is not None
             keeper.stdin.close()
-            keeper.wait(20)
+            keeper.wait(600)
             keeper.stdout.close()
         self._processes, self._keepers = [], []
 

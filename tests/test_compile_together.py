@@ -79,7 +79,7 @@ def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest
     names: set[str] = set()
     filters = list(warnings.filters)
     real = scaled.compile
-    all_three, order, ended = threading.Barrier(3, timeout=60), threading.Lock(), [threading.Event() for _ in range(4)]
+    all_three, order, ended = threading.Barrier(3, timeout=600), threading.Lock(), [threading.Event() for _ in range(4)]
     ended[-1].set()
 
     def compile(*args: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest
             warnings.simplefilter("ignore", BytesWarning)
         all_three.wait()  # passes only if three are being compiled
         compiled = real(*args, **options)
-        assert ended[place - 1].wait(60)  # not the order in which filters are undone in one thread
+        assert ended[place - 1].wait(600)  # not the order in which filters are undone in one thread
         context.__exit__(None, None, None)
         ended[place].set()
         return compiled
@@ -115,7 +115,7 @@ def test_threads_compile_what_one_thread_does(tmp_path: Any, monkeypatch: pytest
 @compiles
 def test_callers_in_threads_compile_a_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     real, compiled = scaled.compile, []
-    begun = threading.Barrier(3, timeout=60)
+    begun = threading.Barrier(3, timeout=600)
 
     def compile(*args: Any, **options: Any) -> Any:
         compiled.append(threading.current_thread().name)
@@ -163,7 +163,7 @@ def test_an_interrupt_waits_only_for_what_is_being_compiled(monkeypatch: pytest.
     def call(n: int) -> None:
         ran.append(n)
         begun.set()
-        assert may_end.wait(60)
+        assert may_end.wait(600)
 
     class Interrupted(module.ThreadPoolExecutor):
         def shutdown(self, *args: Any, **options: Any) -> None:
@@ -172,7 +172,7 @@ def test_an_interrupt_waits_only_for_what_is_being_compiled(monkeypatch: pytest.
             super().shutdown()
 
     def result(_: Any) -> None:
-        assert begun.wait(60)
+        assert begun.wait(600)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "THREADS", 1)

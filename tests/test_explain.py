@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def run(module, *arguments):
     environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"docs.start.idea.{module}", *arguments]
-    result = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=120)
+    result = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -106,7 +106,7 @@ def test_a_bad_argument_of_one_rank_raises_on_all(
     pools: Callable[[int], Pool], world_size: int, bad: dict[str, Any], kind: str, text: str
 ) -> None:
     good: dict[str, Any] = dict(seq_len=24)
-    answers = pools(world_size).run(try_plan, [good, good, {**good, **bad}, good], timeout=30)
+    answers = pools(world_size).run(try_plan, [good, good, {**good, **bad}, good])
     assert answers[2].startswith(f"{kind}: {text}"), answers[2]
     assert len({answers[r] for r in (0, 1, 3)}) == 1
     assert answers[0].startswith(f"RankFailed: plan() failed on rank 2: {text}"), answers[0]
@@ -162,7 +162,7 @@ def test_calls_that_differ_raise_the_same_error_on_every_rank(
 
 @pytest.mark.parametrize("world_size", on_ranks(3))
 def test_a_kernel_that_one_rank_cannot_run_raises_on_all(pools: Callable[[int], Pool], world_size: int) -> None:
-    answers = pools(world_size).run(try_attention, [{}, {}, dict(kernel="warp")], timeout=30)
+    answers = pools(world_size).run(try_attention, [{}, {}, dict(kernel="warp")])
     assert answers[2].startswith("ValueError: kernel='warp' is unknown; use one of 'auto'")
     assert answers[0] == answers[1]
     assert answers[0].startswith("RankFailed: attention() failed on rank 2: kernel='warp' is unknown")

@@ -27,6 +27,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # --- Checkpoints of one process ------------------------------------------------------------------------
 
 PROGRAM = "tests"
+GUARD = 600.0  # seconds after which a process hangs
 
 
 def write(folder: Path) -> None:
@@ -186,13 +187,16 @@ TINY += ["--seed=2", f"--text={ROOT / 'ringattn' / 'mask.py'}", f"--steps={STEPS
 class Launch:
     """A torchrun with two ranks of scripts.train, in its own session."""
 
-    def __init__(self, out: Path, *arguments: str, restarts: int = 0) -> None:
-        self.out, self.log = out, out.with_suffix(".log")
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    def __init__(self, out: Path, *arguments: str, restarts: int = 0, stop: int = 0) -> None:
+        """Start it. It waits at step ``stop``, see :func:`host_jobs.train`."""
+        self.out, self.log, self.folder, self.stop = out, out.with_suffix(".log"), out.with_suffix(f".{stop}"), stop
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f"stop-{stop}").touch()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         command = (
             f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts} --monitor-interval 0.1"
         )
-        command += f" -m scripts.train --out={out} {' '.join([*TINY, *arguments])}"
+        command += f" tests/host_jobs.py {self.folder} train --out={out} {' '.join([*TINY, *arguments])}"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *command.split()], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
@@ -211,16 +215,16 @@ class Launch:
                 numbers.append(int(folder.name))
         return sorted(numbers)
 
-    def wait_for_checkpoint(self, number: int) -> None:
-        end = time.monotonic() + 100
-        while not any(self.out.glob(f"checkpoints/{number:06d}-step-*")):
+    def wait_for_stop(self) -> None:
+        end = time.monotonic() + GUARD
+        while not (self.folder / f"at-{self.stop}").exists():
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.005)
 
-    def end(self, seconds: float = 100) -> int:
+    def end(self, seconds: float = GUARD) -> int:
         status = self.process.wait(seconds)
-        end = time.monotonic() + 100
+        end = time.monotonic() + GUARD
         while self.ranks() and time.monotonic() < end:
             time.sleep(0.05)
         assert self.ranks() == []
@@ -231,8 +235,8 @@ class Launch:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     launches: list[Launch] = []
 
-    def start(name: str, *arguments: str, restarts: int = 0) -> Launch:
-        launches.append(Launch(tmp_path / name, *arguments, restarts=restarts))
+    def start(name: str, *arguments: str, restarts: int = 0, stop: int = 0) -> Launch:
+        launches.append(Launch(tmp_path / name, *arguments, restarts=restarts, stop=stop))
         return launches[-1]
 
     yield start
@@ -242,7 +246,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
                 os.kill(process, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        run.process.wait(10)
+        run.process.wait(GUARD)
 
 
 def state(out: Path) -> dict[str, Any]:
@@ -254,19 +258,19 @@ def state(out: Path) -> dict[str, Any]:
 @pytest.mark.long
 @linux
 def test_a_run_that_is_terminated_and_loses_a_rank_ends_with_the_bits_of_an_undisturbed_one(launch: Any) -> None:
-    undisturbed, disturbed = launch("undisturbed"), launch("disturbed", "--resume=auto")
-    disturbed.wait_for_checkpoint(2)
+    undisturbed, disturbed = launch("undisturbed"), launch("disturbed", "--resume=auto", stop=24)
+    disturbed.wait_for_stop()
     disturbed.process.terminate()
     assert disturbed.end() != 0
     text = disturbed.log.read_text()
     assert "SIGTERM: stopped after step " in text
     assert "continue with --resume auto" in text
     saved = len(state(disturbed.out)["losses"])
-    assert 24 < saved < STEPS
+    assert saved == 25
     assert undisturbed.end() == 0, undisturbed.log.read_text()
 
-    again = launch("disturbed", "--resume=auto", restarts=1)
-    again.wait_for_checkpoint(5)
+    again = launch("disturbed", "--resume=auto", restarts=1, stop=48)
+    again.wait_for_stop()
     os.kill(again.ranks()[-1], signal.SIGKILL)
     assert again.end() == 0, again.log.read_text()
     assert again.log.read_text().count("resumes after step") == 2
@@ -280,8 +284,8 @@ def test_a_run_that_is_terminated_and_loses_a_rank_ends_with_the_bits_of_an_undi
 
 @linux
 def test_ranks_end_with_a_launcher_that_is_killed(launch: Any) -> None:
-    run = launch("orphans")
-    run.wait_for_checkpoint(1)
+    run = launch("orphans", stop=12)
+    run.wait_for_stop()
     assert len(run.ranks()) == 2
     run.process.kill()
     run.end()
