@@ -244,9 +244,9 @@ class Slots:
             taken, length = min(turn, steps) * new, sequence.length
             if not taken:
                 break
-            before = sequence.turn_tokens if rank == sequence.turn else 0
             sequence.tokens[rank].append([range(length, length + taken)])
-            sequence.turn, sequence.turn_tokens = rank, before + taken if before + taken < self.page_size else 0
+            in_turn = sequence.turn_tokens + taken  # 0 before a turn that begins here
+            sequence.turn, sequence.turn_tokens = rank, in_turn if in_turn < self.page_size else 0
             steps -= taken // new
 
     def reserve(self, numbers: Sequence[int], tokens: int, new: int) -> list[Copy]:
