@@ -3,6 +3,8 @@ algebra of its states."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn import virtual
-from ringattn.tokens import states
+from ringattn.tokens import linear, linear_kernels, states
 from ringattn.training.batch import begins
 
 SEQ, BATCH, HEADS, GROUPS, KEYS, VALUES = 150, 2, 2, 1, 3, 2
@@ -90,9 +92,71 @@ def gradients(call: Callable[..., Tensor], x: dict[str, Tensor], dout: Tensor) -
 LAYERS = ["gated_delta_rule", "kda", "ssd", "lightning_attention"]
 
 
+# --- Kernels of flash-linear-attention, in PyTorch ----------------------------------------------------------------
+
+
+def _segments(q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu):  # type: ignore[no-untyped-def]
+    assert len(q) == 1
+    assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+    outs, after = [], []
+    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        part = [None if x is None else x[0, a:b].transpose(0, 1) for x in (q, k, v, g, beta)]
+        part[:2] = [x.repeat_interleave(v.shape[2] // x.shape[0], 0) for x in part[:2]]
+        reads, out, effect = linear._chunk(*part, torch.tensor(False))
+        state = torch.zeros_like(effect.b) if initial_state is None else initial_state[i]
+        outs.append((reads @ state + out).transpose(0, 1) * scale)
+        after.append(effect(state))
+    return torch.cat(outs)[None], torch.stack(after)
+
+
+def chunk_gated_delta_rule(  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, cu_seqlens_cpu=None,
+):  # fmt: skip
+    assert output_final_state
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return _segments(q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu)
+
+
+chunk_kda = chunk_gated_delta_rule
+
+
+def chunk_simple_gla(  # type: ignore[no-untyped-def]
+    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    cu_seqlens_cpu=None,
+):  # fmt: skip
+    assert output_final_state
+    assert q.shape[:3] == k.shape[:3] == v.shape[:3]  # the real one does not repeat heads
+    return _segments(q, k, v, g, None, scale, initial_state, cu_seqlens, cu_seqlens_cpu)
+
+
+def fake(what: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., Any]:
+    return globals()[linear_kernels.KERNELS[what][1]]
+
+
+@pytest.mark.parametrize("what", linear_kernels.KERNELS)
+def test_the_kernels_stood_in_for_have_these_arguments(what: str) -> None:
+    module, name = linear_kernels.KERNELS[what]
+    real = linear_kernels.imported(module, name)
+    if real is None:
+        pytest.skip("pip install '.[linear]'")
+    have = inspect.signature(inspect.unwrap(real)).parameters
+    for argument in inspect.signature(globals()[name]).parameters.values():
+        assert have[argument.name].default == argument.default
+
+
+# --- Layers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_every_layer_is_the_recurrence_token_by_token(layer: str, documents: str) -> None:
+def test_every_layer_is_the_recurrence_token_by_token(
+    layer: str, documents: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel:
+        monkeypatch.setattr(linear_kernels, "find", fake)
     x, dout = tensors(layer), randn(BATCH, SEQ, HEADS, VALUES, seed=9)
     alone = make_plan(virtual.VirtualRank(0, 1), documents)
     want = gradients(lambda y: sequential(layer, y, alone), x, dout)
@@ -112,14 +176,18 @@ def test_every_layer_is_the_recurrence_token_by_token(layer: str, documents: str
             results.append(got)
         return results
 
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 3) if kernel else (1, 2, 3, 4):
         for got in virtual.run(world_size, body)[0]:
             for name, y in want.items():
                 torch.testing.assert_close(got[name], y, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_ranks_without_tokens_take_part(layer: str) -> None:
+def test_ranks_without_tokens_take_part(layer: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel:
+        monkeypatch.setattr(linear_kernels, "find", fake)
+
     def body(rank: virtual.VirtualRank) -> dict[str, Tensor]:
         plan = ringattn.plan(2, rank, causal=True, layout="contiguous")
         own = {name: y if y.ndim == 1 else plan.shard(y[:, :2]) for name, y in tensors(layer).items()}

@@ -13,12 +13,15 @@ state as a map of :mod:`.states`; all chunks at once, whatever their documents.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..plans import Plan
-from .states import Affine, before, chunks
+from . import linear_kernels
+from .states import Affine, before, chunks, runs
 
 
 def gated_delta_rule(
@@ -49,9 +52,7 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit, or a striped layout; on every rank.
     """
-    if use_qk_l2norm_in_kernel:
-        q, k = _normalized(q), _normalized(k)
-    return _run("gated_delta_rule()", _scaled(q, scale), k, v, g, beta, plan)
+    return _run("gated_delta_rule()", q, k, v, g, beta, plan, scale=scale, norm=use_qk_l2norm_in_kernel)
 
 
 def kda(
@@ -72,17 +73,7 @@ def kda(
         g: (batch, local tokens, value heads, K), finite logarithms of the decay of each key channel.
         Others: as of :func:`gated_delta_rule`, also what is returned and raised.
     """
-    if use_qk_l2norm_in_kernel:
-        q, k = _normalized(q), _normalized(k)
-    return _run("kda()", _scaled(q, scale), k, v, g, beta, plan, by_channel=True)
-
-
-def _scaled(q: Tensor, scale: float | None) -> Tensor:
-    return q * (q.shape[-1] ** -0.5 if scale is None else scale)
-
-
-def _normalized(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return _run("kda()", q, k, v, g, beta, plan, scale=scale, norm=use_qk_l2norm_in_kernel, by_channel=True)
 
 
 def ssd(
@@ -118,7 +109,7 @@ def ssd(
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    out = _run("ssd()", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, plan)
+    out = _run("ssd()", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, plan, scale=1.0, narrow=x.dtype)
     if D is not None:
         out = out + x * (D if D.ndim == 2 else D[:, None]).to(wide)
     return out.to(x.dtype)
@@ -135,7 +126,7 @@ def lightning_attention(
         scale: of the outputs; None: 1 / sqrt(K).
     """
     g = g_gamma.expand(*v.shape[:2], -1)
-    return _run("lightning_attention()", _scaled(q, scale), k, v, g, None, plan)
+    return _run("lightning_attention()", q, k, v, g, None, plan, scale=scale)
 
 
 def _run(
@@ -146,19 +137,41 @@ def _run(
     g: Tensor,
     beta: Tensor | None,
     plan: Plan,
+    *,
+    scale: float | None,
+    norm: bool = False,
     by_channel: bool = False,
+    narrow: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the recurrence of the module. ``by_channel``: whether each key channel has a decay of its own."""
+    """Return the recurrence of the module, by a kernel of :mod:`.linear_kernels` or in PyTorch.
+
+    Args:
+        scale: of the outputs; None: 1 / sqrt(K).
+        norm: whether q and k are divided by their norms first.
+        by_channel: whether each key channel has a decay of its own.
+        narrow: dtype of a kernel's tensors; None: that of v.
+    """
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
         _check(what, q, k, v, g, beta, plan, by_channel)
-        # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
-        table = chunks(plan, 16 if by_channel else 64, q.device)
+        any_tokens = any(len(held) for held, *_ in plan.once(runs))
     except ValueError as error:  # the other ranks must hear of it
         plan.refuse(what, error)
         raise
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernel = linear_kernels.find(what, v.device, narrow or v.dtype, q.shape[-1]) if any_tokens else None
+    if kernel is not None:
+        q, k, v = (x.to(narrow or v.dtype) for x in (q, k, v))
+        options: dict[str, Any] = dict(scale=scale) | (dict(use_qk_l2norm_in_kernel=True) if norm else {})
+        several = dict(q=q, k=k, v=v, g=g) | ({} if beta is None else dict(beta=beta))
+        return linear_kernels.run(what, kernel, several, plan, options)
+    # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
+    table = chunks(plan, 16 if by_channel else 64, q.device)
     dtype, heads, wide = v.dtype, v.shape[2], torch.promote_types(v.dtype, torch.float32)
+    if norm:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q = q * scale
     rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
     index = table.tokens.expand(q.shape[0], -1, -1, -1)
 
@@ -177,7 +190,7 @@ def _run(
             prefixes.append(prefix)
             prefix = prefix.then(Affine(*(x[:, :, n] for x in effect)))
         states = Affine(*(torch.stack(x, 2) for x in zip(*prefixes, strict=True)))
-        out = out + reads @ states(before(plan, table, prefix, what)[:, :, None])
+        out = out + reads @ states(before(plan, table.order, prefix, what)[:, :, None])
         out = out.movedim(3, 4)  # (batch, stretches, chunks, size, heads, V)
         flat = out.reshape(out.shape[0], out.shape[1:4].numel(), *out.shape[4:])
         flat = torch.cat([flat, flat.new_zeros((flat.shape[0], 1, *flat.shape[2:]))], 1)

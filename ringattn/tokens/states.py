@@ -58,6 +58,64 @@ class Affine(NamedTuple):
         return (self.a * state if self.a.shape[-1] == 1 else self.a @ state) + self.b
 
 
+class Order(NamedTuple):
+    """The stretches of all ranks.
+
+    Attributes:
+        counts: stretches of every rank.
+        all: the stretches, counted rank by rank, in the order of positions.
+        own: those of this rank, in that order: their places in it.
+    """
+
+    counts: tuple[int, ...]
+    all: Tensor
+    own: Tensor
+
+
+def order(plan: Plan, device: torch.device) -> Order:
+    """Return the stretches of all ranks; :meth:`.Plan.once` keeps them."""
+    starts = [run.start for shard in plan.shards for run in shard]
+    several = sorted(range(len(starts)), key=starts.__getitem__)
+    counts = tuple(map(len, plan.shards))
+    own = [several.index(i) for i in range(sum(counts[: plan.rank]), sum(counts[: plan.rank + 1]))]
+    return Order(counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)))
+
+
+def runs(plan: Plan) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return, for each row of the plan's documents, of this rank's tokens without padding: local indices, their
+    stretches, and whether a document begins with the token.
+
+    Raises:
+        ValueError: a layout whose ranks hold single tokens instead of stretches.
+    """
+    if any(run.step > 1 and len(run) > 1 for shard in plan.shards for run in shard):
+        raise ValueError(
+            f"layout is {plan.layout!r}, whose ranks hold every {max(r.step for s in plan.shards for r in s)}th token; "
+            "states merge over stretches of neighbouring tokens: make the plan with layout='zigzag', 'balanced' or "
+            "'contiguous'"
+        )
+    shard, documents = plan.shards[plan.rank], begins(plan)
+    positions = layouts.positions(shard)
+    stretch = torch.repeat_interleave(torch.arange(len(shard)), torch.tensor([len(r) for r in shard], dtype=torch.long))
+    rows = []
+    for begin, real in zip(documents.begin, documents.real, strict=True):
+        held = real[positions].nonzero()[:, 0]
+        previous = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
+        where = real.nonzero()[:, 0]
+        previous[where[1:]] = begin[where[:-1]]
+        p = positions[held]
+        rows.append((held, stretch[held], begin[p] != previous[p]))
+    return rows
+
+
+def cuts(stretch: Tensor, new: Tensor) -> Tensor:
+    """Return at which tokens of :func:`runs` a document or a stretch begins."""
+    cut = new.clone()
+    cut[:1] = True
+    cut[1:] |= stretch[1:] != stretch[:-1]
+    return cut
+
+
 class Chunks(NamedTuple):
     """This rank's tokens as chunks of one document each, padded to as many tokens and as many chunks per stretch.
 
@@ -65,75 +123,45 @@ class Chunks(NamedTuple):
         tokens: (1 or batch, stretches, chunks, size) local indices of tokens; as many as there are tokens: none.
         first: (1 or batch, stretches, chunks) whether a document begins with the chunk.
         place: (1 or batch, tokens) where a token lies in the flattened ``tokens``; its length: nowhere, as padding.
-        counts: stretches of every rank.
-        order: the stretches of all ranks, counted rank by rank, in the order of positions.
-        own: those of this rank, in that order: their places in it.
+        order: of the stretches of all ranks.
     """
 
     tokens: Tensor
     first: Tensor
     place: Tensor
-    counts: tuple[int, ...]
-    order: Tensor
-    own: Tensor
+    order: Order
 
 
 def chunks(plan: Plan, size: int, device: torch.device) -> Chunks:
-    """Return this rank's tokens as chunks of at most ``size`` tokens, made once for a plan and a device.
-
-    Raises:
-        ValueError: a layout whose ranks hold single tokens instead of stretches.
-    """
+    """Return this rank's tokens as chunks of at most ``size`` tokens, made once for a plan and a device."""
     return plan.once(_make, size, device)
 
 
 def _make(plan: Plan, size: int, device: torch.device) -> Chunks:
-    if any(run.step > 1 and len(run) > 1 for shard in plan.shards for run in shard):
-        raise ValueError(
-            f"layout is {plan.layout!r}, whose ranks hold every {max(r.step for s in plan.shards for r in s)}th token; "
-            "states merge over stretches of neighbouring tokens: make the plan with layout='zigzag', 'balanced' or "
-            "'contiguous'"
-        )
-    starts = [run.start for shard in plan.shards for run in shard]
-    order = sorted(range(len(starts)), key=starts.__getitem__)
-    counts = tuple(map(len, plan.shards))
-    own = [order.index(i) for i in range(sum(counts[: plan.rank]), sum(counts[: plan.rank + 1]))]
-
-    shard, documents = plan.shards[plan.rank], begins(plan)
-    positions = layouts.positions(shard)
-    stretch = torch.repeat_interleave(torch.arange(len(shard)), torch.tensor([len(r) for r in shard], dtype=torch.long))
+    several = plan.once(runs)
+    count, length = len(plan.shards[plan.rank]), plan.local_lengths[plan.rank]
     rows = []
-    for begin, real in zip(documents.begin, documents.real, strict=True):
-        held = real[positions].nonzero()[:, 0]  # local indices of tokens
-        previous = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
-        where = real.nonzero()[:, 0]
-        previous[where[1:]] = begin[where[:-1]]
-        p, s = positions[held], stretch[held]
-        new = begin[p] != previous[p]  # a document begins
-        cut = new.clone()  # or a stretch
-        cut[:1] = True
-        cut[1:] |= s[1:] != s[:-1]
-        rank = torch.arange(len(p))
-        since = rank - torch.where(cut, rank, 0).cummax(0).values if len(p) else rank
+    for held, s, new in several:
+        rank, cut = torch.arange(len(held)), cuts(s, new)
+        since = rank - torch.where(cut, rank, 0).cummax(0).values if len(held) else rank
         chunk = (since % size == 0).cumsum(0) - 1  # of all this rank's tokens in the row
         opens = (since % size == 0).nonzero()[:, 0]
-        per_stretch = torch.bincount(s[opens], minlength=len(shard))
+        per_stretch = torch.bincount(s[opens], minlength=count)
         number = chunk - (per_stretch.cumsum(0) - per_stretch)[s]  # in its stretch
         rows.append((held, s, number, since % size, new, per_stretch))
     many = max((int(n.max()) for *_, n in rows if len(n)), default=0) or 1
     width = max((int(within.max()) + 1 for *_, within, _, _ in rows if len(within)), default=1)
-    index = torch.full((len(rows), len(shard), many, width), len(positions))
+    index = torch.full((len(rows), count, many, width), length)
     first = torch.zeros(index.shape[:3], dtype=torch.bool)
-    place = torch.full((len(rows), len(positions)), index[0].numel())
+    place = torch.full((len(rows), length), index[0].numel())
     for i, (held, s, number, within, new, _) in enumerate(rows):
         index[i, s, number, within] = held
         first[i, s[new], number[new]] = True
         place[i, held] = (s * many + number) * width + within
-    places = [torch.tensor(x, dtype=torch.long, device=device) for x in (order, own)]
-    return Chunks(index.to(device), first.to(device), place.to(device), counts, places[0], places[1])
+    return Chunks(index.to(device), first.to(device), place.to(device), plan.once(order, device))
 
 
-def before(plan: Plan, table: Chunks, effect: Affine, what: str) -> Tensor:
+def before(plan: Plan, order: Order, effect: Affine, what: str) -> Tensor:
     """Return the state (batch, stretches, ..., K, V) that each stretch of this rank begins with. All ranks call this.
 
     Args:
@@ -142,13 +170,13 @@ def before(plan: Plan, table: Chunks, effect: Affine, what: str) -> Tensor:
     """
     parts = [x.movedim(1, 0) for x in effect]
     own = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in parts], 1)
-    rows = _gathered(own, sum(table.counts), list(table.counts), what, plan.handle)[table.order]
+    rows = _gathered(own, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
     flat = rows.split([x.shape[1:].numel() for x in parts], 1)
     maps = Affine(*(y.reshape(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)))
     zero = torch.zeros_like(maps.b[:1]).sum(0)
     # All of them, also on a rank that uses the first one alone: in the backward every rank takes part.
     states = itertools.accumulate(zip(*maps, strict=True), lambda state, one: Affine(*one)(state), initial=zero)
-    return torch.stack(list(states))[table.own].movedim(0, 1)
+    return torch.stack(list(states))[order.own].movedim(0, 1)
 
 
 # --- Maps of all ranks -----------------------------------------------------------------------------------------------
