@@ -13,7 +13,7 @@ state as a map of :mod:`.states`; all chunks at once, whatever their documents.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit, or a striped layout; on every rank.
     """
-    return _run("gated_delta_rule()", q, k, v, g, beta, plan, scale=scale, norm=use_qk_l2norm_in_kernel)
+    return _run("gated_delta_rule()", Tokens(q, k, v, g, beta), plan, scale, norm=use_qk_l2norm_in_kernel)
 
 
 def kda(
@@ -73,7 +73,7 @@ def kda(
         g: (batch, local tokens, value heads, K), finite logarithms of the decay of each key channel.
         Others: as of :func:`gated_delta_rule`, also what is returned and raised.
     """
-    return _run("kda()", q, k, v, g, beta, plan, scale=scale, norm=use_qk_l2norm_in_kernel, by_channel=True)
+    return _run("kda()", Tokens(q, k, v, g, beta), plan, scale, norm=use_qk_l2norm_in_kernel)
 
 
 def ssd(
@@ -109,7 +109,8 @@ def ssd(
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    out = _run("ssd()", C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None, plan, scale=1.0, narrow=x.dtype)
+    tokens = Tokens(C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None)
+    out = _run("ssd()", tokens, plan, 1.0, narrow=x.dtype)
     if D is not None:
         out = out + x * (D if D.ndim == 2 else D[:, None]).to(wide)
     return out.to(x.dtype)
@@ -126,21 +127,27 @@ def lightning_attention(
         scale: of the outputs; None: 1 / sqrt(K).
     """
     g = g_gamma.expand(*v.shape[:2], -1)
-    return _run("lightning_attention()", q, k, v, g, None, plan, scale=scale)
+    return _run("lightning_attention()", Tokens(q, k, v, g, None), plan, scale)
+
+
+class Tokens(NamedTuple):
+    """What a layer gives the recurrence: q, k (batch, tokens, heads, K), v (batch, tokens, value heads, V), g (batch,
+    tokens, value heads), for KDA (..., K), and beta as g, or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
 
 
 def _run(
     what: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
+    x: Tokens,
     plan: Plan,
-    *,
     scale: float | None,
+    *,
     norm: bool = False,
-    by_channel: bool = False,
     narrow: torch.dtype | None = None,
 ) -> Tensor:
     """Return the recurrence of the module, by a kernel of :mod:`.linear_kernels` or in PyTorch.
@@ -148,29 +155,29 @@ def _run(
     Args:
         scale: of the outputs; None: 1 / sqrt(K).
         norm: whether q and k are divided by their norms first.
-        by_channel: whether each key channel has a decay of its own.
         narrow: dtype of a kernel's tensors; None: that of v.
     """
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
-        _check(what, q, k, v, g, beta, plan, by_channel)
+        _check(what, x, plan)
         any_tokens = any(len(held) for held, *_ in plan.once(runs))
     except ValueError as error:  # the other ranks must hear of it
         plan.refuse(what, error)
         raise
+    q, k, v, g, beta = x
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = linear_kernels.find(what, v.device, narrow or v.dtype, q.shape[-1]) if any_tokens else None
     if kernel is not None:
-        q, k, v = (x.to(narrow or v.dtype) for x in (q, k, v))
+        q, k, v = (y.to(narrow or v.dtype) for y in (q, k, v))
         options: dict[str, Any] = dict(scale=scale) | (dict(use_qk_l2norm_in_kernel=True) if norm else {})
         several = dict(q=q, k=k, v=v, g=g) | ({} if beta is None else dict(beta=beta))
         return linear_kernels.run(what, kernel, several, plan, options)
     # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
-    table = chunks(plan, 16 if by_channel else 64, q.device)
+    table = chunks(plan, 16 if g.ndim == k.ndim else 64, q.device)
     dtype, heads, wide = v.dtype, v.shape[2], torch.promote_types(v.dtype, torch.float32)
     if norm:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     q = q * scale
     rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
     index = table.tokens.expand(q.shape[0], -1, -1, -1)
@@ -228,9 +235,8 @@ def _chunk(
     return torch.where(first, 0, reads), read @ v, Affine(torch.where(first, 0, a), kept @ v)
 
 
-def _check(
-    what: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, plan: Plan, by_channel: bool
-) -> None:
+def _check(what: str, x: Tokens, plan: Plan) -> None:
+    q, k, v, g, beta = x
     batch, tokens = q.shape[0], plan.local_lengths[plan.rank]
     if q.ndim != 4 or v.ndim != 4 or k.shape != q.shape or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(
@@ -243,6 +249,6 @@ def _check(
             f"{plan.documents.rows} rows: shard tensors with plan.shard()"
         )
     heads = tuple(v.shape[:3])
-    for name, x, shape in (("g", g, (*heads, k.shape[3]) if by_channel else heads), ("beta", beta, heads)):
-        if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{what} got shape {tuple(x.shape)} of {name}; it must be {shape}")
+    for name, y, shape in (("g", g, (*heads, k.shape[3]) if what == "kda()" else heads), ("beta", beta, heads)):
+        if y is not None and tuple(y.shape) != shape:
+            raise ValueError(f"{what} got shape {tuple(y.shape)} of {name}; it must be {shape}")

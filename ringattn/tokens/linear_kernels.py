@@ -7,7 +7,7 @@ of a wider state, since the recurrence treats columns of v and S alike:
 
     v = (v, 0), S before it = (0, I)   ->   out = (out of no state, reads), S after it = (b, a)
 
-so that one call gives all, exactly, and torch has its gradients. Where decays alone act on the state, both are products.
+so that one call gives all, exactly, and torch has its gradients. Where decays alone act on a state, both are products.
 """
 
 from __future__ import annotations
