@@ -4,8 +4,8 @@ torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_linear     32,768 t
 torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_linear --documents 4096 --layouts balanced
 
 Needs flash-linear-attention (pip install ".[linear]"). Contestants: ``alone``, its kernel on each rank's tokens, as if
-nothing was before them. ``ringattn``: ringattn.gated_delta_rule(), which merges states. ``heads``: whole rows, some
-heads on each rank (plan.heads). ``fla``: the kernel with its own context parallelism, where the layout is one of its.
+nothing was before them. ``ringattn``: ringattn.gated_delta_rule(). ``columns``: the same where it may not use the
+kernel's own exchange of states, as with layouts that it doesn't know. ``heads``: whole rows, some heads on each rank.
 
 They take turns; times are medians over rounds of the slowest rank, in milliseconds, forward, and forward and backward.
 ``differs`` is the largest difference of outputs, and of gradients, from those of heads, relative to their root mean
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
+from ringattn.adapters.replacing import replaced
 from ringattn.tokens import linear_kernels
 from ringattn.tools.terminal import Parser
 from ringattn.virtual import VirtualRank
@@ -38,7 +39,7 @@ SCALED: dict[str, Any] = dict(use_qk_l2norm_in_kernel=True)
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
+    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)))
     if args.device == "cuda":
         torch.cuda.set_device(device)
     began = "RANK" in os.environ and not dist.is_initialized()
@@ -65,8 +66,7 @@ def measured(args: argparse.Namespace, layout: str, device: torch.device) -> lis
     """Return a row for each contestant, the same on every rank."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     seq = ranks * args.tokens
-    documents = None if args.documents is None else (torch.arange(seq) // args.documents)[None]
-    plan = ringattn.plan(seq, causal=True, documents=documents, layout=layout)
+    plan = ringattn.plan(seq, causal=True, documents=ids(seq, args.documents), layout=layout)
     heads, key_heads = args.heads
     x = inputs(plan.local_lengths[plan.rank], key_heads, heads, args.head_dim, getattr(torch, args.dtype), device)
     dout = torch.randn_like(x[2])
@@ -111,25 +111,33 @@ def contestants(plan: ringattn.Plan, x: list[Tensor], documents: int | None) -> 
         if kernel is None:
             ids = None if documents is None else (torch.arange(length) // documents)[None]
             alone = ringattn.plan(length, VirtualRank(0, 1), causal=True, documents=ids)
-            return ringattn.gated_delta_rule(*x, plan=alone, **SCALED)
+            return merged(*x, plan=alone, **SCALED)  # type: ignore[no-any-return]
         out: Tensor = kernel(*x, **SCALED, cu_seqlens=bounds(length, documents, x[0].device))[0]
         return out
 
-    layers: dict[str, Layer] = dict(
-        alone=whole,
-        ringattn=lambda *x: ringattn.gated_delta_rule(*x, plan=plan, **SCALED),
-        heads=lambda *x: plan.heads(whole, *x),
-    )
-    build = linear_kernels.imported("fla.ops.cp", "build_cp_context")
-    if kernel is not None and build is not None and plan.layout in ("contiguous", "zigzag") and dist.is_initialized():
-        cu_seqlens = bounds(plan.seq_len, documents or plan.seq_len, x[0].device)
-        context = build(cu_seqlens, dist.group.WORLD, layout=plan.layout)
-        layers["fla"] = lambda *x: kernel(*x, **SCALED, cp_context=context)[0]
-    return layers
+    merged: Any = ringattn.gated_delta_rule
+
+    def columns(*x: Tensor) -> Tensor:
+        with replaced(linear_kernels, "context", nothing):
+            out: Tensor = merged(*x, plan=other, **SCALED)
+        return out
+
+    other = ringattn.plan(plan.seq_len, causal=True, documents=ids(plan.seq_len, documents), layout=plan.layout)
+    layers: dict[str, Layer] = dict(alone=whole, ringattn=lambda *x: merged(*x, plan=plan, **SCALED))
+    return layers | dict(columns=columns, heads=lambda *x: plan.heads(whole, *x))
+
+
+def nothing(plan: ringattn.Plan, device: torch.device) -> None:
+    """Stand in for :func:`ringattn.tokens.linear_kernels.context`."""
+
+
+def ids(length: int, documents: int | None) -> Tensor | None:
+    """Return the documents of a row, each of so many tokens, as plan() takes them."""
+    return None if documents is None else (torch.arange(length) // documents)[None]
 
 
 def bounds(length: int, documents: int | None, device: torch.device) -> Tensor | None:
-    """Return cu_seqlens of documents of so many tokens."""
+    """Return the same as cu_seqlens."""
     if documents is None:
         return None
     return torch.tensor([*range(0, length, documents), length], device=device)

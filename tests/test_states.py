@@ -7,11 +7,16 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as nn
 import torch.nn.functional as F
+from pool import on_ranks
 from torch import Tensor
 
 import ringattn
@@ -111,15 +116,29 @@ def _segments(q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu
 
 def chunk_gated_delta_rule(  # type: ignore[no-untyped-def]
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    cu_seqlens=None, cu_seqlens_cpu=None,
+    cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None,
 ):  # fmt: skip
-    assert output_final_state
+    assert output_final_state == (cp_context is None)
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    if cp_context is not None:
+        ends, ranks = cp_context.cu_seqlens, dist.get_world_size(cp_context.group)
+        parts = torch.arange(int(ends[-1])).chunk(2 * ranks if cp_context.layout == "zigzag" else ranks)
+        held = [torch.cat([parts[r], parts[-1 - r]]) if len(parts) > ranks else parts[r] for r in range(ranks)]
+        to = torch.cat(held).argsort()
+        rows = [torch.cat(nn.all_gather(y.contiguous(), cp_context.group), 1)[:, to] for y in (q, k, v, g, beta)]
+        out, _ = _segments(*rows, scale, None, ends, cp_context.cu_seqlens_cpu)
+        return out[:, held[dist.get_rank(cp_context.group)]], None
     return _segments(q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu)
 
 
 chunk_kda = chunk_gated_delta_rule
+
+
+def build_cp_context(  # type: ignore[no-untyped-def]
+    cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None, use_tf32x3_affine_chain=True, layout="contiguous"
+):
+    return SimpleNamespace(cu_seqlens=cu_seqlens, group=group, cu_seqlens_cpu=cu_seqlens_cpu, layout=layout)
 
 
 def chunk_simple_gla(  # type: ignore[no-untyped-def]
@@ -135,15 +154,53 @@ def fake(what: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return globals()[linear_kernels.KERNELS[what][1]]
 
 
-@pytest.mark.parametrize("what", linear_kernels.KERNELS)
-def test_the_kernels_stood_in_for_have_these_arguments(what: str) -> None:
-    module, name = linear_kernels.KERNELS[what]
+@pytest.mark.parametrize(
+    ("module", "name"), sorted({*linear_kernels.KERNELS.values(), ("fla.ops.cp", "build_cp_context")})
+)
+def test_the_kernels_stood_in_for_have_these_arguments(module: str, name: str) -> None:
     real = linear_kernels.imported(module, name)
     if real is None:
         pytest.skip("pip install '.[linear]'")
     have = inspect.signature(inspect.unwrap(real)).parameters
     for argument in inspect.signature(globals()[name]).parameters.values():
         assert have[argument.name].default == argument.default
+
+
+def by_torch_and_by_the_kernels_own_exchange(layer: str, documents: str, layout: str) -> tuple[int, list[float]]:
+    """The number of calls with a context, and the differences of results, of this rank's part of one row."""
+    x = {name: y[:1, :148] for name, y in tensors(layer).items()}
+    ids = DOCUMENTS[documents]
+    plan = ringattn.plan(148, causal=True, documents=None if ids is None else ids[-1:, :148], layout=layout)
+    own, dout = {name: plan.shard(y) for name, y in x.items()}, plan.shard(randn(1, 148, HEADS, VALUES, seed=9))
+    calls: list[Any] = []
+
+    def kernel(*args: Any, cp_context: Any = None, **kwargs: Any) -> Any:
+        calls.append(cp_context)
+        return chunk_kda(*args, cp_context=cp_context, **kwargs)
+
+    results = []
+    for find in (linear_kernels.find, lambda *args: kernel):
+        with (
+            mock.patch.object(linear_kernels, "find", find),
+            mock.patch.object(linear_kernels, "imported", return_value=build_cp_context),
+        ):
+            layer_of = getattr(ringattn, layer)
+            results.append(gradients(lambda y: layer_of(**y, plan=plan, **options(layer)), own, dout))  # noqa: B023
+    differs = [(a - b).abs().max().item() for a, b in zip(*(r.values() for r in results), strict=True)]
+    return sum(x is not None for x in calls), differs
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_long_rows_in_equal_parts_are_left_to_the_kernels_own_exchange(pools, world_size: int) -> None:
+    for layer, documents, layout, calls in (
+        ("gated_delta_rule", "one", "zigzag", 1),
+        ("kda", "packed", "contiguous", 1),
+        ("gated_delta_rule", "rows", "zigzag", 1),  # with padding
+        ("gated_delta_rule", "packed", "balanced", 0),
+    ):
+        for count, differs in pools(world_size).run(by_torch_and_by_the_kernels_own_exchange, layer, documents, layout):
+            assert count == calls
+            assert max(differs) < 1e-10
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------

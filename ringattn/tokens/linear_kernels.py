@@ -8,6 +8,9 @@ of a wider state, since the recurrence treats columns of v and S alike:
     v = (v, 0), S before it = (0, I)   ->   out = (out of no state, reads), S after it = (b, a)
 
 so that one call gives all, exactly, and torch has its gradients. Where decays alone act on a state, both are products.
+
+With long documents that is most of the tokens. There, and where ranks hold one row in equal parts, the kernels of the
+delta rules exchange states by themselves, in ``cp_context``: they compose the effect of a stretch in a pass of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layouts import shards as layouts
 from ..plans import Plan
+from ..training.batch import begins
+from ..transport.group import GroupTransport
+from .exchange import wrong_device
 from .states import Affine, Order, before, cuts, order, runs
 
 KERNELS = {
@@ -30,6 +37,7 @@ KERNELS = {
     "ssd()": ("fla.ops.simple_gla", "chunk_simple_gla"),
     "lightning_attention()": ("fla.ops.simple_gla", "chunk_simple_gla"),
 }
+_LAYOUTS = ("contiguous", "zigzag")  # as fla calls them
 
 
 def find(what: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., Any] | None:
@@ -103,11 +111,11 @@ def segments(plan: Plan, rows: int, device: torch.device) -> Segments:
         held, stretch, new = several[row if len(several) > 1 else 0]
         opens = cuts(stretch, new).nonzero()[:, 0]
         pieces = (held + row * length).tensor_split(opens[1:])
-        for piece, s, begins in zip(pieces, stretch[opens].tolist(), new[opens].tolist(), strict=len(held) > 0):
-            one = tokens[begins]
-            last[row, s] = -2 - len(one) if begins else len(one)
+        for piece, s, first in zip(pieces, stretch[opens].tolist(), new[opens].tolist(), strict=len(held) > 0):
+            one = tokens[first]
+            last[row, s] = -2 - len(one) if first else len(one)
             one.append(piece)
-            if not begins:
+            if not first:
                 where.append(row * stretches + s)
     count, total = len(tokens[0]), len(tokens[0]) + len(tokens[1])
     effect_a = torch.where(last >= 0, last, torch.where(last == -1, count + 1, count))
@@ -134,10 +142,48 @@ def _part(tokens: list[Tensor], every: Tensor, device: torch.device) -> Part | N
     return Part(None if torch.equal(index, every) else index.to(device), ends.to(device), ends)
 
 
+class Context(NamedTuple):
+    """What fla knows of the row that ranks share, and which of this rank's tokens (1, tokens, 1, 1) are no padding;
+    None: all."""
+
+    context: Any
+    real: Tensor | None
+
+
+def context(plan: Plan, device: torch.device) -> Context | None:
+    """Return the context in which fla's kernels exchange states, the same on all ranks; None where it can't describe
+    the plan: one row in equal parts, as they are contiguous or zigzag, real tokens in each, documents without gaps."""
+    build = imported("fla.ops.cp", "build_cp_context")
+    ranks, documents = plan.world_size, begins(plan)
+    if build is None or ranks == 1 or not isinstance(plan.transport, GroupTransport) or torch.version.hip:
+        return None
+    several = 2 * ranks if plan.layout == "zigzag" else ranks
+    parts = torch.arange(plan.seq_len).tensor_split(several)
+    expected = [torch.cat([parts[r], parts[-1 - r]]) if several > ranks else parts[r] for r in range(ranks)]
+    positions = [layouts.positions(shard) for shard in plan.shards]
+    begin, real = documents.begin[0], documents.real[0]
+    key = torch.where(real, begin, -1)
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), key[1:] != key[:-1]]).nonzero()[:, 0]
+    whole = len(set(begin[starts][real[starts]].tolist())) == int(real[starts].sum())
+    held = all(torch.equal(a, b) and bool(real[a].any()) for a, b in zip(positions, expected, strict=True))
+    if len(documents.real) > 1 or plan.seq_len % several or not held or not whole:
+        return None
+    ends = torch.cat([starts, torch.tensor([plan.seq_len])])
+    own = real[positions[plan.rank]][None, :, None, None]
+    shared = build(ends.to(device), plan.transport.group, cu_seqlens_cpu=ends, layout=_LAYOUTS[several > ranks])
+    return Context(shared, None if bool(own.all()) else own.to(device))
+
+
 def run(what: str, kernel: Callable[..., Any], x: dict[str, Tensor], plan: Plan, options: dict[str, Any]) -> Tensor:
     """Return the recurrence of q, k, v, g and, for the delta rule, beta. Shapes fit, and this rank has tokens."""
     local = _delta_rule if "beta" in x else _decays
     rows, length, heads, dim_v = x["v"].shape
+    shared = plan.once(context, x["v"].device) if local is _delta_rule and rows == 1 else None
+    if shared is not None:
+        plan.begin(what, dict(plan=plan.digest, kernel=kernel.__name__), wrong_device(plan, x["v"]))
+        with torch.autocast(x["v"].device.type, enabled=False):
+            out: Tensor = kernel(*x.values(), cp_context=shared.context, **options)[0]
+        return out if shared.real is None else torch.where(shared.real, out, 0)
     table = plan.once(segments, rows, x["v"].device)
     with torch.autocast(x["v"].device.type, enabled=False):
         outs, maps, reads = [], [], None
