@@ -260,6 +260,41 @@ def test_ranks_without_tokens_take_part(layer: str, kernel: bool, monkeypatch: p
         torch.testing.assert_close(several[name], y, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_rows_go_on_from_the_state_of_earlier_ones(layer: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel:
+        monkeypatch.setattr(linear_kernels, "find", fake)
+    x, first = tensors(layer), 67
+    alone = make_plan(virtual.VirtualRank(0, 1), "one")
+    want = sequential(layer, x, alone)
+
+    def part(plan: ringattn.Plan, tokens: slice, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        y = {name: z if z.ndim == 1 else plan.shard(z[:, tokens]) for name, z in x.items()}
+        if layer == "ssd":
+            inputs = linear.Scanned(*(y[name] for name in linear.Scanned._fields))
+            return linear.scan(inputs, plan, y | options(layer), state, final=True)
+        g = y["g"] if "g" in y else y["g_gamma"].expand(*y["v"].shape[:2], -1)
+        several = linear.Tokens(y["q"], y["k"], y["v"], g, y.get("beta"))
+        norm = bool(options(layer))
+        return linear.recurrence(f"{layer}()", several, plan, None, norm=norm, state=state, final=True)
+
+    def body(rank: virtual.VirtualRank) -> list[Tensor]:
+        outs, state = [], None
+        for tokens in (slice(0, first), slice(first, SEQ)):
+            plan = ringattn.plan(len(range(SEQ)[tokens]), rank, causal=True)
+            out, state = part(plan, tokens, state)
+            outs.append(plan.unshard(out))
+        assert state is not None
+        return [torch.cat(outs, 1), state]
+
+    ((one, after),) = virtual.run(1, body)
+    torch.testing.assert_close(one, want, rtol=1e-10, atol=1e-10)
+    for got, state in virtual.run(3, body):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(state, after, rtol=1e-10, atol=1e-10)
+
+
 def test_what_cannot_be_merged_is_refused_on_every_rank() -> None:
     q, beta = randn(BATCH, SEQ, 2, 3, seed=1), randn(BATCH, SEQ, 2, seed=2)
 

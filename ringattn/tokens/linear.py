@@ -13,6 +13,7 @@ state as a map of :mod:`.states`; all chunks at once, whatever their documents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def gated_delta_rule(
     Raises:
         ValueError: shapes that do not fit, or a striped layout; on every rank.
     """
-    return _run("gated_delta_rule()", Tokens(q, k, v, g, beta), plan, scale, norm=use_qk_l2norm_in_kernel)
+    return recurrence("gated_delta_rule()", Tokens(q, k, v, g, beta), plan, scale, norm=use_qk_l2norm_in_kernel)[0]
 
 
 def kda(
@@ -73,7 +74,7 @@ def kda(
         g: (batch, local tokens, value heads, K), finite logarithms of the decay of each key channel.
         Others: as of :func:`gated_delta_rule`, also what is returned and raised.
     """
-    return _run("kda()", Tokens(q, k, v, g, beta), plan, scale, norm=use_qk_l2norm_in_kernel)
+    return recurrence("kda()", Tokens(q, k, v, g, beta), plan, scale, norm=use_qk_l2norm_in_kernel)[0]
 
 
 def ssd(
@@ -106,14 +107,35 @@ def ssd(
     Raises:
         ValueError: shapes that do not fit, or a striped layout; on every rank.
     """
+    options = dict(D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit)
+    return scan(Scanned(x, dt, A, B, C), plan, options)[0]
+
+
+class Scanned(NamedTuple):
+    """The tensors of :func:`ssd`."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+
+
+def scan(
+    inputs: Scanned, plan: Plan, options: Mapping[str, Any], state: Tensor | None = None, final: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`ssd` with its options, from a state (batch, heads, P, N), and with ``final`` the state after it."""
+    x, dt, A, B, C = inputs
+    dt_bias, D = options.get("dt_bias"), options.get("D")
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    dt = (F.softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, float("inf"))))
     tokens = Tokens(C, B, x.to(wide) * dt[..., None], dt * A.to(wide), None)
-    out = _run("ssd()", tokens, plan, 1.0, narrow=x.dtype)
+    before = None if state is None else state.mT
+    out, after = recurrence("ssd()", tokens, plan, 1.0, narrow=x.dtype, state=before, final=final)
     if D is not None:
         out = out + x * (D if D.ndim == 2 else D[:, None]).to(wide)
-    return out.to(x.dtype)
+    return out.to(x.dtype), None if after is None else after.mT
 
 
 def lightning_attention(
@@ -127,7 +149,7 @@ def lightning_attention(
         scale: of the outputs; None: 1 / sqrt(K).
     """
     g = g_gamma.expand(*v.shape[:2], -1)
-    return _run("lightning_attention()", Tokens(q, k, v, g, None), plan, scale)
+    return recurrence("lightning_attention()", Tokens(q, k, v, g, None), plan, scale)[0]
 
 
 class Tokens(NamedTuple):
@@ -141,7 +163,7 @@ class Tokens(NamedTuple):
     beta: Tensor | None
 
 
-def _run(
+def recurrence(
     what: str,
     x: Tokens,
     plan: Plan,
@@ -149,19 +171,23 @@ def _run(
     *,
     norm: bool = False,
     narrow: torch.dtype | None = None,
-) -> Tensor:
-    """Return the recurrence of the module, by a kernel of :mod:`.linear_kernels` or in PyTorch.
+    state: Tensor | None = None,
+    final: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the recurrence of the module, by a kernel of :mod:`.linear_kernels` or in PyTorch, and the state after it.
 
     Args:
         scale: of the outputs; None: 1 / sqrt(K).
         norm: whether q and k are divided by their norms first.
         narrow: dtype of a kernel's tensors; None: that of v.
+        state: (batch, value heads, K, V) with which rows begin, the same on every rank; None: zero.
+        final: whether the state after the rows is needed, which all ranks get.
     """
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
         _check(what, x, plan)
-        any_tokens = any(len(held) for held, *_ in plan.once(runs))
+        any_tokens = any(len(held) for held, *_ in plan.once(runs, state is not None))
     except ValueError as error:  # the other ranks must hear of it
         plan.refuse(what, error)
         raise
@@ -172,9 +198,9 @@ def _run(
         q, k, v = (y.to(narrow or v.dtype) for y in (q, k, v))
         options: dict[str, Any] = dict(scale=scale) | (dict(use_qk_l2norm_in_kernel=True) if norm else {})
         several = dict(q=q, k=k, v=v, g=g) | ({} if beta is None else dict(beta=beta))
-        return linear_kernels.run(what, kernel, several, plan, options)
+        return linear_kernels.run(what, kernel, several, plan, options, state, final)
     # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
-    table = chunks(plan, 16 if g.ndim == k.ndim else 64, q.device)
+    table = plan.once(chunks, 16 if g.ndim == k.ndim else 64, q.device, state is not None)
     dtype, heads, wide = v.dtype, v.shape[2], torch.promote_types(v.dtype, torch.float32)
     if norm:
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
@@ -197,11 +223,12 @@ def _run(
             prefixes.append(prefix)
             prefix = prefix.then(Affine(*(x[:, :, n] for x in effect)))
         states = Affine(*(torch.stack(x, 2) for x in zip(*prefixes, strict=True)))
-        out = out + reads @ states(before(plan, table.order, prefix, what)[:, :, None])
+        before_stretches, after = before(plan, table.order, prefix, what, state)
+        out = out + reads @ states(before_stretches[:, :, None])
         out = out.movedim(3, 4)  # (batch, stretches, chunks, size, heads, V)
         flat = out.reshape(out.shape[0], out.shape[1:4].numel(), *out.shape[4:])
         flat = torch.cat([flat, flat.new_zeros((flat.shape[0], 1, *flat.shape[2:]))], 1)
-        return flat[rows[:, :, 0, 0], table.place.expand(flat.shape[0], -1)].to(dtype)
+        return flat[rows[:, :, 0, 0], table.place.expand(flat.shape[0], -1)].to(dtype), after
 
 
 def _chunk(

@@ -99,9 +99,9 @@ class Segments(NamedTuple):
     order: Order
 
 
-def segments(plan: Plan, rows: int, device: torch.device) -> Segments:
-    """Return the segments of this rank's tokens in ``rows`` rows."""
-    several = plan.once(runs)
+def segments(plan: Plan, rows: int, device: torch.device, continues: bool) -> Segments:
+    """Return the segments of this rank's tokens in ``rows`` rows, see :func:`.states.runs`."""
+    several = plan.once(runs, continues)
     length = plan.local_lengths[plan.rank]
     stretches = len(plan.shards[plan.rank])
     tokens: tuple[list[Tensor], list[Tensor]] = ([], [])  # of each segment: that continue, others
@@ -174,17 +174,27 @@ def context(plan: Plan, device: torch.device) -> Context | None:
     return Context(shared, None if bool(own.all()) else own.to(device))
 
 
-def run(what: str, kernel: Callable[..., Any], x: dict[str, Tensor], plan: Plan, options: dict[str, Any]) -> Tensor:
-    """Return the recurrence of q, k, v, g and, for the delta rule, beta. Shapes fit, and this rank has tokens."""
+def run(
+    what: str,
+    kernel: Callable[..., Any],
+    x: dict[str, Tensor],
+    plan: Plan,
+    options: dict[str, Any],
+    state: Tensor | None,
+    final: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the recurrence of q, k, v, g and, for the delta rule, beta, from a state before it, and with ``final`` the
+    state after it. Shapes fit, and this rank has tokens."""
     local = _delta_rule if "beta" in x else _decays
     rows, length, heads, dim_v = x["v"].shape
-    shared = plan.once(context, x["v"].device) if local is _delta_rule and rows == 1 else None
+    simple = local is _delta_rule and rows == 1 and state is None and not final
+    shared = plan.once(context, x["v"].device) if simple else None
     if shared is not None:
         plan.begin(what, dict(plan=plan.digest, kernel=kernel.__name__), wrong_device(plan, x["v"]))
         with torch.autocast(x["v"].device.type, enabled=False):
             out: Tensor = kernel(*x.values(), cp_context=shared.context, **options)[0]
-        return out if shared.real is None else torch.where(shared.real, out, 0)
-    table = plan.once(segments, rows, x["v"].device)
+        return (out if shared.real is None else torch.where(shared.real, out, 0)), None
+    table = plan.once(segments, rows, x["v"].device, state is not None)
     with torch.autocast(x["v"].device.type, enabled=False):
         outs, maps, reads = [], [], None
         if table.continuing is not None:
@@ -200,7 +210,8 @@ def run(what: str, kernel: Callable[..., Any], x: dict[str, Tensor], plan: Plan,
             torch.cat([*(m.a for m in maps[: reads is not None]), 0 * neutral.a, neutral.a])[table.effect_a],
             torch.cat([*(m.b for m in maps), neutral.b])[table.effect_b],
         )
-        states = before(plan, table.order, effect, what).flatten(0, 1)
+        states, after = before(plan, table.order, effect, what, state)
+        states = states.flatten(0, 1)
         if reads is None or table.continuing is None:
             outs[0] = _Takes.apply(outs[0], states)
         else:
@@ -209,7 +220,7 @@ def run(what: str, kernel: Callable[..., Any], x: dict[str, Tensor], plan: Plan,
         flat = torch.cat(outs, 1)[0] if len(outs) > 1 else outs[0][0]
         if table.place is not None:
             flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[table.place]
-        return flat.view(rows, length, heads, dim_v)
+        return flat.view(rows, length, heads, dim_v), after
 
 
 def _delta_rule(

@@ -81,9 +81,9 @@ def order(plan: Plan, device: torch.device) -> Order:
     return Order(counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)))
 
 
-def runs(plan: Plan) -> list[tuple[Tensor, Tensor, Tensor]]:
+def runs(plan: Plan, continues: bool = False) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return, for each row of the plan's documents, of this rank's tokens without padding: local indices, their
-    stretches, and whether a document begins with the token.
+    stretches, and whether a document begins with the token. With ``continues`` the first one of a row doesn't begin.
 
     Raises:
         ValueError: a layout whose ranks hold single tokens instead of stretches.
@@ -103,6 +103,8 @@ def runs(plan: Plan) -> list[tuple[Tensor, Tensor, Tensor]]:
         previous = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
         where = real.nonzero()[:, 0]
         previous[where[1:]] = begin[where[:-1]]
+        if continues:
+            previous[where[:1]] = begin[where[:1]]
         p = positions[held]
         rows.append((held, stretch[held], begin[p] != previous[p]))
     return rows
@@ -132,13 +134,9 @@ class Chunks(NamedTuple):
     order: Order
 
 
-def chunks(plan: Plan, size: int, device: torch.device) -> Chunks:
-    """Return this rank's tokens as chunks of at most ``size`` tokens, made once for a plan and a device."""
-    return plan.once(_make, size, device)
-
-
-def _make(plan: Plan, size: int, device: torch.device) -> Chunks:
-    several = plan.once(runs)
+def chunks(plan: Plan, size: int, device: torch.device, continues: bool = False) -> Chunks:
+    """Return this rank's tokens as chunks of at most ``size`` tokens; :meth:`.Plan.once` keeps them."""
+    several = plan.once(runs, continues)
     count, length = len(plan.shards[plan.rank]), plan.local_lengths[plan.rank]
     rows = []
     for held, s, new in several:
@@ -161,22 +159,25 @@ def _make(plan: Plan, size: int, device: torch.device) -> Chunks:
     return Chunks(index.to(device), first.to(device), place.to(device), plan.once(order, device))
 
 
-def before(plan: Plan, order: Order, effect: Affine, what: str) -> Tensor:
-    """Return the state (batch, stretches, ..., K, V) that each stretch of this rank begins with. All ranks call this.
+def before(plan: Plan, order: Order, effect: Affine, what: str, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the state (batch, stretches, ..., K, V) that each stretch of this rank begins with, and the state (batch,
+    ..., K, V) after all. All ranks call this.
 
     Args:
         effect: of this rank's stretches, with dims (batch, stretches, ...).
         what: the call, for errors.
+        state: (batch, ..., K, V) before all, the same on every rank; None: zero.
     """
     parts = [x.movedim(1, 0) for x in effect]
     own = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in parts], 1)
     rows = _gathered(own, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
     flat = rows.split([x.shape[1:].numel() for x in parts], 1)
     maps = Affine(*(y.reshape(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)))
-    zero = torch.zeros_like(maps.b[:1]).sum(0)
+    zero = torch.zeros_like(maps.b[:1]).sum(0) if state is None else state.to(maps.b.dtype)
     # All of them, also on a rank that uses the first one alone: in the backward every rank takes part.
     states = itertools.accumulate(zip(*maps, strict=True), lambda state, one: Affine(*one)(state), initial=zero)
-    return torch.stack(list(states))[order.own].movedim(0, 1)
+    several = torch.stack(list(states))
+    return several[order.own].movedim(0, 1), several[-1]
 
 
 # --- Maps of all ranks -----------------------------------------------------------------------------------------------
