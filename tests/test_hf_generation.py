@@ -13,11 +13,23 @@ import ringattn
 from ringattn import virtual
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
-from test_hf import VOCABULARY, build, configs  # noqa: E402
+import test_hf  # noqa: E402
+from test_hf import VOCABULARY, configs  # noqa: E402
 
 import ringattn.hf  # noqa: E402
+from scripts import models as of_any_type  # noqa: E402
 
 NEW = 9
+HYBRIDS = ("lfm2", "qwen3_next", "olmo_hybrid", "bamba", "granitemoehybrid", "nemotron_h")
+LAYERS = {"lfm2": ["conv", "full_attention"], "granitemoehybrid": ["linear_attention", "full_attention"]}
+
+
+def build(name: str, attention: str) -> Any:
+    if name not in HYBRIDS:
+        return test_hf.build(name, attention)
+    config = of_any_type.config_of(name, True, ())
+    config.layer_types = LAYERS.get(name, config.layer_types)
+    return of_any_type.build(config, True, attention)
 
 
 def prompt(rows: int, tokens: int, padding: bool = False) -> dict[str, Tensor]:
@@ -61,7 +73,22 @@ def test_greedy(name: str, world_size: int) -> None:
         assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+DEFAULT = ("lfm2", "qwen3_next", "bamba")  # one of each kind of layers
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(name, 3) for name in DEFAULT]
+    + [pytest.param(name, n, marks=pytest.mark.long) for name in HYBRIDS for n in (1, 2, 4)],
+)
+def test_greedy_with_states(name: str, world_size: int) -> None:
+    for length, chunk in ((150, 70), (90, 1000))[: 1 if world_size == 3 else 2]:  # two chunks over ranks, or one
+        expected, *got = generated(name, prompt(2, length, padding=True), world_size, chunk)
+        for tokens in got:
+            assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
 def test_beams(name: str) -> None:
     expected, *got = generated(name, prompt(2, 31), 2, 64, num_beams=3)
     for tokens in got:
@@ -147,11 +174,15 @@ def test_refusals() -> None:
     chunked = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
     with pytest.raises(NotImplementedError, match="chunks of 8"), ringattn.hf.generation(chunked, prompt(1, 20), rank):
         pass
-    config = transformers.Lfm2Config(**{**small, **heads}, layer_types=["conv", "full_attention"] * 2)
-    hybrid = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ringattn").eval()
-    says = r"Lfm2ForCausalLM has layers that carry a state .*\(Lfm2ShortConv\)"
-    with pytest.raises(NotImplementedError, match=says), ringattn.hf.generation(hybrid, prompt(1, 20), rank):
-        pass
+    hybrid = build("lfm2", "ringattn").eval()
+    draft = dict(prompt_lookup_num_tokens=2, do_sample=False, max_new_tokens=8)
+    repeated = {name: x.repeat(1, 3) for name, x in prompt(1, 20).items()}
+    with (
+        ringattn.hf.generation(hybrid, repeated, rank) as cache,
+        pytest.raises((NotImplementedError, ValueError)) as no,
+    ):
+        hybrid.generate(**repeated, past_key_values=cache, **draft)
+    assert "forget tokens" in str(no.value)
     long = dict(max_new_tokens=500, do_sample=False, eos_token_id=None)
     short = ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1)
     with short as cache, pytest.raises(ringattn.CacheFull):
@@ -195,7 +226,7 @@ def test_a_cache_is_passed_and_goes_on_where_it_ended() -> None:
         assert torch.equal(model.generate(first, past_key_values=cache, **how), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bamba"])
 def test_turns_of_a_chat(name: str) -> None:
     """Each turn goes on with what the last one returned and the user's words: more than a step takes, and fewer."""
     how = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)

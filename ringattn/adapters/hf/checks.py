@@ -211,6 +211,28 @@ def _check_rope(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
             )
 
 
+def check_positions(model: Any, longest: int) -> None:
+    """Refuse models that count in ways that depend on how many tokens a forward gets."""
+    config = model.config.get_text_config()
+    every = getattr(config, "rope_parameters", None) or {}
+    for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
+        kind = rope.get("rope_type", "default")
+        limit = {
+            "longrope": rope.get("original_max_position_embeddings"), "dynamic": config.max_position_embeddings
+        }.get(kind)  # fmt: skip
+        if limit is not None and longest > limit:
+            raise NotImplementedError(
+                f"{type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of a row, and "
+                f"rows may reach {longest} positions, beyond {limit}; use shorter prompts or a smaller max_new_tokens"
+            )
+    for part in model.modules():
+        if getattr(part, "attn_temperature_tuning", False) and longest >= part.floor_scale:
+            raise NotImplementedError(
+                f"{type(part).__name__} has attn_temperature_tuning, which counts a token's place in its forward; "
+                "load the model with attn_temperature_tuning=False"
+            )
+
+
 # --- The first forward ---------------------------------------------------------------------------------
 
 

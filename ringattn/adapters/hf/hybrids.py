@@ -24,15 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from ...factory import Plan
-from ...tokens.linear import ssd
+from ...tokens.linear import Scanned, Tokens, recurrence, scan
 from ...training.batch import begins
 from .active import SEQUENCES
+from .linear_states import States
 from .versions import needed
 
 LAYER_TYPES = ("linear_attention", "conv", "mlp", "moe")  # the last two see no other token
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 _SCAN, _FUSED_SCAN = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
 _DELTA_NET, _MAMBA = (_CONVOLUTION, _DELTA_RULE), (_CONVOLUTION, _SCAN, _FUSED_SCAN)
+_CACHE = "a recurrent state of a cache does not run over ranks while a model trains; pass use_cache=False"
 _LAYERS = {  # and the functions by which each mixes tokens
     "Lfm2ShortConv": (_CONVOLUTION,),
     "Lfm2MoeShortConv": (_CONVOLUTION,),
@@ -83,6 +85,8 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         active.calls += 1
         out = active.plan.convolve(hidden_states.to(weight.dtype).transpose(1, 2), weight, bias)
+        if isinstance(active, States) and (earlier := active.before_chunk(weight)) is not None:
+            out = out + earlier
         out = out if activation is None else activations[activation](out)
         return out.to(hidden_states.dtype).transpose(1, 2)
 
@@ -92,18 +96,19 @@ def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
     def chunk_gated_delta_rule(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         active = SEQUENCES.current()
         if active is None:
             return original(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
         active.calls += 1
         plan: Plan = active.plan
-        for name in ("initial_state", "cu_seqlens"):  # the plan has the documents
-            if kwargs.pop(name, None) is not None and name == "initial_state":
-                raise NotImplementedError(
-                    "a recurrent state from a cache does not run over ranks; pass use_cache=False"
-                )
-        kwargs["output_final_state"] = False
+        kwargs.pop("cu_seqlens", None)  # the plan has the documents
+        state, final = kwargs.pop("initial_state", None), kwargs.pop("output_final_state", False)
+        if isinstance(active, States):
+            x, norm = Tokens(query, key, value, g, beta), kwargs.get("use_qk_l2norm_in_kernel", False)
+            return recurrence("gated_delta_rule()", x, plan, kwargs.get("scale"), norm=norm, state=state, final=final)
+        if state is not None:
+            raise NotImplementedError(_CACHE)
 
         def whole(*tensors: Tensor) -> Tensor:
             return _by_documents(plan, lambda q, k, v, g, b: original(q, k, v, g=g, beta=b, **kwargs)[0], tensors)
@@ -118,17 +123,17 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
 def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
     def mamba2_chunk_scan(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **kwargs: Any
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         active = SEQUENCES.current()
         if active is None:
             return original(hidden_states, dt, A, B, C, chunk_size, **kwargs)  # type: ignore[no-any-return]
         active.calls += 1
-        if kwargs.get("initial_states") is not None or kwargs.get("return_final_states") or kwargs.get("z") is not None:
-            raise NotImplementedError(
-                "a recurrent state from or for a cache does not run over ranks; pass use_cache=False"
-            )
-        options = {name: kwargs[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in kwargs}
-        return ssd(hidden_states, dt, A, B, C, active.plan, **options)
+        state, final = kwargs.get("initial_states"), kwargs.get("return_final_states", False)
+        if kwargs.get("z") is not None or (not isinstance(active, States) and (final or state is not None)):
+            raise NotImplementedError(_CACHE)
+        inputs = Scanned(hidden_states, dt, A, B, C)
+        out, after = scan(inputs, active.plan, kwargs, state, final)
+        return (out, after) if final else out
 
     return mamba2_chunk_scan
 

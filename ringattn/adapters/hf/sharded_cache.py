@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...factory import Plan
+from ...factory import plan as make_plan
 from ...functional import attention
 from ...generation import KVCache, Step, decode
 from ...kernels.paged.operands import NEW_TOKENS
@@ -28,8 +29,10 @@ from ...training.rows import attention_mask
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks, hybrids
+from .active import SEQUENCES
+from .linear_states import Carries, States
 from .models import Kind, entry, unwrapped, watched
-from .versions import found, needed
+from .versions import found, needed, version
 
 _CONTINUE = (
     "pass it the inputs of ringattn.hf.generation(), and a second call what the first one returned, or make another "
@@ -63,7 +66,7 @@ class Cached:
 _Base: Any = found("transformers", "Cache") or object  # generation() refuses where it is missing
 
 
-class Generation(_Base):
+class Generation(Carries, _Base):
     """What :func:`generation` yields: ``past_key_values`` for ``generate()``.
 
     Attributes:
@@ -87,6 +90,9 @@ class Generation(_Base):
         self._chunk = (0, 0)
         self._step: Step | None = None
         self._done: set[int] = set()  # layers that attended in this step
+        self.linear = States()
+        self._mixes = False  # whether the model has linear layers
+        self._numbers: dict[int, int] = {}  # of the layers that attend: in the cache
 
     def describe(self) -> str:
         """Return as text what ranks hold, the room for new tokens, and the predicted time of one, weights included."""
@@ -133,6 +139,7 @@ class Generation(_Base):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, as beam search and ``num_return_sequences`` do: forks share the prompt's pages."""
         self._end_step()
+        self.linear = self.linear.rows(torch.arange(len(self.rows)).repeat_interleave(repeats))
         self.rows = [row if i == 0 else self.kv.fork(row) for row in self.rows for i in range(repeats)]
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -141,11 +148,14 @@ class Generation(_Base):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue row i from what row ``beam_idx[i]`` has."""
         self._end_step()
+        self.linear = self.linear.rows(beam_idx)
         self.rows = self.kv.reorder(self.rows, beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of every row: those of a draft that were not accepted. A
         positive number is how many to keep, as older versions of transformers count, padding included."""
+        if self._mixes:
+            raise NotImplementedError("the states of linear layers cannot forget tokens; decode without a draft")
         number = int(tokens_to_remove)
         count = max(self.length - number, 0) if number > 0 else -number
         self._end_step()
@@ -173,9 +183,13 @@ class Generation(_Base):
             dtype=first.dtype, device=input_ids.device,
         )  # fmt: skip
         self._probed = None
+        several = []
         for ids, kept in zip(input_ids, mask, strict=True):
             self.rows.append(self.kv.add())
+            self.linear = States()
             self._compute(self.rows[-1], ids[kept][:-1])
+            several.append(self.linear)
+        self.linear = States.together(several)
         self.length = input_ids.shape[1] - 1
 
     def _compute(self, row: int, ids: Tensor) -> None:
@@ -207,9 +221,12 @@ class Generation(_Base):
             )
         length, most = self.length, ids.shape[1] - kept
         self._end_step()
+        several = [self.linear.rows(torch.tensor([i])) for i in range(len(self.rows))]
         with torch.no_grad():
-            for row, of_row in zip(self.rows, ids, strict=True):
+            for row, of_row, states in zip(self.rows, ids, several, strict=True):
+                self.linear = states
                 self._compute(row, of_row[:most])
+        self.linear = States.together(several)
         self.length, self._width = length + most, kept
         _take_out(kwargs, most)
 
@@ -220,7 +237,9 @@ class Generation(_Base):
         layers = self._probed
         if not layers:
             raise RuntimeError(f"{name} has run without calling ringattn: its layers ignore attn_implementation")
-        if sorted(layers) != list(range(len(layers))) or self._updated != set(layers):
+        self._numbers = {layer: i for i, layer in enumerate(sorted(layers))}
+        self._mixes = bool(self.linear.layers)
+        if (sorted(layers) != list(range(len(layers))) and not self._mixes) or self._updated != set(layers):
             raise NotImplementedError(
                 f"{name} has layers {sorted(layers)} that attend, and layers {sorted(self._updated)} that give keys; "
                 "layers that share keys, or have none, are not supported by ringattn.hf.generation()"
@@ -240,13 +259,19 @@ class Generation(_Base):
     def _compute_chunk(self, row: int, ids: Tensor) -> None:
         self._chunk, self._plans = (row, len(ids)), {}
         start = self.kv.lengths[row]
-        positions = self._plan(Kind(True)).positions.to(ids.device)
-        try:
+        plan = self._plan(Kind(True))
+        positions = plan.positions.to(ids.device)
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_plans", None)
+            if self._mixes:
+                # Of these tokens alone: what was before is in the states
+                self.linear.plan = make_plan(len(ids), self.transport, causal=True, layout=plan.layout)
+                assert self.linear.plan.shards == plan.shards
+                stack.callback(setattr, self.linear, "plan", None)
+                stack.enter_context(SEQUENCES.active(self.linear))
             self.model.base_model(
                 input_ids=ids[positions][None], position_ids=(positions + start)[None], use_cache=True, **{_CACHE: self}
             )
-        finally:
-            self._plans = None
 
     def _compute_step(self, row: int, ids: Tensor, start: int) -> None:
         rows, self.rows = self.rows, [row]
@@ -258,7 +283,8 @@ class Generation(_Base):
     def _plan(self, kind: Kind) -> Plan:
         assert self._plans is not None
         if kind not in self._plans:
-            layout = next(iter(self._plans.values()), "auto")  # windows must not change which tokens a rank holds
+            # Windows must not change which tokens a rank holds; keys of earlier chunks neither, beside states
+            layout = next(iter(self._plans.values()), "zigzag" if self._mixes else "auto")
             window = -1 if kind.window is None else kind.window - 1
             self._plans[kind] = self.kv.plan(*self._chunk, causal=True, window_size=(window, 0), layout=layout)
         return self._plans[kind]
@@ -275,26 +301,24 @@ class Generation(_Base):
             raise RuntimeError(f"layer {layer} attends without new keys; pass {_CACHE} and use_cache=True")
         if self._plans is not None:
             plan = self._plan(kind)
-            out = attention(q, *self.kv.extend(plan, layer, k, v), plan, kernel=self.kernel, **score)
+            out = attention(q, *self.kv.extend(plan, self._numbers[layer], k, v), plan, kernel=self.kernel, **score)
             assert isinstance(out, Tensor)
             return out
         if self._step is None or layer in self._done:
             self._begin_step(*q.shape[:2])
         assert self._step is not None
         self._done.add(layer)
-        out = decode(q, k, v, self._step, layer=layer, kernel=self.kernel, **score)
+        out = decode(q, k, v, self._step, layer=self._numbers[layer], kernel=self.kernel, **score)
         assert isinstance(out, Tensor)
         return out
 
     def _begin_step(self, batch: int, new: int) -> None:
         self._end_step()
-        if batch % len(self.rows):
+        if batch != len(self.rows):
             raise ValueError(
                 f"generate() has {batch} rows, but the prompt of ringattn.hf.generation() {len(self.rows)}; pass the "
                 "same inputs to both"
             )
-        if batch > len(self.rows):
-            self.batch_repeat_interleave(batch // len(self.rows))
         self._step = self.kv.step(self.rows, new_tokens=new)
         self.length += new
 
@@ -318,6 +342,8 @@ class Generation(_Base):
             raise error
         if not isinstance(ids, Tensor):
             return
+        if error is None and len(ids) > len(self.rows) and not len(ids) % len(self.rows):
+            self.batch_repeat_interleave(len(ids) // len(self.rows))
         # Another call of generate() begins with its row. Positions are read only then, since that waits for the GPU.
         as_before, self._width = self._width == ids.shape[1], ids.shape[1]
         if self.forwards > _COMPARED and as_before:
@@ -426,11 +452,11 @@ def generation(
     try:
         needed("transformers", "Cache")
         checks.check_model(model)
-        if names := hybrids.mixers(model):
-            raise NotImplementedError(
+        if (names := hybrids.mixers(model)) and not hasattr(_Base, "get_conv_state"):
+            raise ImportError(
                 f"{type(unwrapped(model)).__name__} has layers that carry a state from token to token "
-                f"({', '.join(names)}), and ringattn.hf.generation() keeps keys and values only: training and "
-                "evaluation run over ranks, generate() in one process"
+                f"({', '.join(names)}), whose states caches of transformers {version('transformers')} keep in another "
+                "way; use a newer transformers, or generate() in one process"
             )
         for name, value in dict(
             prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens, num_sequences=num_sequences
@@ -438,7 +464,7 @@ def generation(
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}; pass a whole number of at least 1")
         ids, mask = _rows(inputs)
-        _check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
+        checks.check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
         rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
     except Exception as bad:  # of any kind: the other ranks must hear of it
         error = bad
@@ -480,25 +506,3 @@ def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
             "attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'"
         )
     return ids, kept
-
-
-def _check_positions(model: Any, longest: int) -> None:
-    """Refuse models that count in ways that depend on how many tokens a forward gets."""
-    config = model.config.get_text_config()
-    every = getattr(config, "rope_parameters", None) or {}
-    for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
-        kind = rope.get("rope_type", "default")
-        limit = {
-            "longrope": rope.get("original_max_position_embeddings"), "dynamic": config.max_position_embeddings
-        }.get(kind)  # fmt: skip
-        if limit is not None and longest > limit:
-            raise NotImplementedError(
-                f"{type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of a row, and "
-                f"rows may reach {longest} positions, beyond {limit}; use shorter prompts or a smaller max_new_tokens"
-            )
-    for part in model.modules():
-        if getattr(part, "attn_temperature_tuning", False) and longest >= part.floor_scale:
-            raise NotImplementedError(
-                f"{type(part).__name__} has attn_temperature_tuning, which counts a token's place in its forward; "
-                "load the model with attn_temperature_tuning=False"
-            )
