@@ -61,6 +61,14 @@ SIZES = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "type_vocab_size": 2,
     "output_router_logits": False, "token_dropout": False, "is_decoder": None,
 }  # fmt: skip
+OF_TYPE: dict[str, dict[str, Any]] = {  # sizes with other names, or that depend on each other
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "falcon_h1": dict(mamba_d_ssm=64, mamba_d_state=16),
+    "zamba2": dict(
+        attention_hidden_size=64, attention_head_dim=16, n_mamba_heads=4, layers_block_type=["mamba", "hybrid"]
+    ),
+    "mamba2": dict(num_heads=4, head_dim=16),
+}
 
 
 def config_of(model_type: str, causal: bool, without: tuple[str, ...]) -> Any:
@@ -75,8 +83,7 @@ def config_of(model_type: str, causal: bool, without: tuple[str, ...]) -> Any:
         sizes["layer_types"] = (types * 2)[: max(2, len(types))]
     if "kv_lora_rank" in sizes and "num_key_value_heads" in sizes:  # latent attention: keys are made for each head
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    if model_type == "lfm2_moe":
-        sizes["layer_types"] = ["conv", "full_attention"]
+    sizes |= {k: v for k, v in OF_TYPE.get(model_type, {}).items() if k not in without}
     if causal and _has(default, "is_decoder"):
         sizes["is_decoder"] = True
     config = kind(**sizes)

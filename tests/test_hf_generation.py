@@ -27,8 +27,9 @@ LAYERS = {"lfm2": ["conv", "full_attention"], "granitemoehybrid": ["linear_atten
 def build(name: str, attention: str) -> Any:
     if name not in HYBRIDS:
         return test_hf.build(name, attention)
-    config = of_any_type.config_of(name, True, ())
-    config.layer_types = LAYERS.get(name, config.layer_types)
+    config = of_any_type.reference_of(name, True)[0]
+    if name in LAYERS:
+        config.layer_types = LAYERS[name]
     return of_any_type.build(config, True, attention)
 
 

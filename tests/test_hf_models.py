@@ -28,6 +28,9 @@ CASES = {  # model types, and the batches that are tried on 1, 2 and 4 ranks
     "olmo_hybrid": ("packed",),
     "granitemoehybrid": ("packed",),
     "nemotron_h": ("packed",),
+    "falcon_h1": ("packed",),
+    "zamba2": ("packed",),
+    "bailing_hybrid": ("packed",),
 }
 
 

@@ -25,7 +25,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
 # Layers that carry a state from token to token: a shard would start with an empty one.
 _RECURRENT = re.compile(
-    r"Mamba|SSM|Rwkv|RWKV|Delta_?Net|LinearAttention|LightningAttention|Recurrent|RgLru|Rglru|ShortConv|Retention"
+    r"Mamba|SSM|Rwkv|RWKV|Delta_?Net|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|Recurrent|RgLru|Rglru|ShortConv|Retention"
     r"|[ms]LSTM|BambaMixer|FalconH1Mixer"
 )
 

@@ -30,21 +30,28 @@ from .active import SEQUENCES
 from .linear_states import States
 from .versions import needed
 
-LAYER_TYPES = ("linear_attention", "conv", "mlp", "moe")  # the last two see no other token
+LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe")  # the last two see no other token
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 _SCAN, _FUSED_SCAN = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+_KDA = "chunk_kimi_delta_attention"
 _DELTA_NET, _MAMBA = (_CONVOLUTION, _DELTA_RULE), (_CONVOLUTION, _SCAN, _FUSED_SCAN)
 _CACHE = "a recurrent state of a cache does not run over ranks while a model trains; pass use_cache=False"
 _LAYERS = {  # and the functions by which each mixes tokens
     "Lfm2ShortConv": (_CONVOLUTION,),
     "Lfm2MoeShortConv": (_CONVOLUTION,),
+    "Lfm3ShortConv": (_CONVOLUTION,),
     "Qwen3NextGatedDeltaNet": _DELTA_NET,
     "Qwen3_5GatedDeltaNet": _DELTA_NET,
     "Qwen3_5MoeGatedDeltaNet": _DELTA_NET,
     "OlmoHybridGatedDeltaNet": _DELTA_NET,
+    "LaraMiniGatedDeltaNet": _DELTA_NET,
+    "KimiLinearDeltaAttention": (_CONVOLUTION, _KDA),
+    "BailingHybridDeltaAttention": (_CONVOLUTION, _KDA),
     "BambaMixer": _MAMBA,
     "GraniteMoeHybridMambaLayer": _MAMBA,
     "NemotronHMamba2Mixer": _MAMBA,
+    "FalconH1Mixer": _MAMBA,
+    "Zamba2MambaMixer": _MAMBA,
 }
 
 
@@ -120,6 +127,23 @@ def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
     return chunk_gated_delta_rule
 
 
+def _kda(original: Callable[..., Any]) -> Callable[..., Any]:
+    def chunk_kimi_delta_attention(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        active = SEQUENCES.current()
+        if active is None:
+            return original(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
+        active.calls += 1
+        state, final = kwargs.get("initial_state"), kwargs.get("output_final_state", False)
+        if not isinstance(active, States) and state is not None:
+            raise NotImplementedError(_CACHE)
+        x, norm = Tokens(query, key, value, g, beta), kwargs.get("use_qk_l2norm_in_kernel", False)
+        return recurrence("kda()", x, active.plan, None, norm=norm, state=state, final=final)
+
+    return chunk_kimi_delta_attention
+
+
 def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
     def mamba2_chunk_scan(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **kwargs: Any
@@ -145,7 +169,13 @@ def _not_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     return mamba2_split_conv1d_scan_combined
 
 
-_REPLACEMENTS = {_CONVOLUTION: _convolution, _DELTA_RULE: _delta_rule, _SCAN: _scan, _FUSED_SCAN: _not_fused}
+_REPLACEMENTS = {
+    _CONVOLUTION: _convolution,
+    _DELTA_RULE: _delta_rule,
+    _KDA: _kda,
+    _SCAN: _scan,
+    _FUSED_SCAN: _not_fused,
+}
 
 
 def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
