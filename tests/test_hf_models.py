@@ -30,6 +30,7 @@ CASES = {  # model types, and the batches that are tried on 1, 2 and 4 ranks
     "nemotron_h": ("packed",),
     "falcon_h1": ("packed",),
     "zamba2": ("packed",),
+    "kimi_linear": ("packed",),
     "bailing_hybrid": ("packed",),
 }
 
