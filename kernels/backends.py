@@ -365,7 +365,7 @@ class Hopper(_Compiled):
         # Positions, which ALiBi reads, are those of one batch element.
         if len(q) > 1 or keys.block.start.shape[0] > 1 or score.alibi_slopes is not None:
             return 1
-        return self._module("work").pieces_of_queries(q, keys.k)
+        return self._module("tile_scheduler").pieces_of_queries(q, keys.k)
 
     def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
         if not self._adds(queries.q, delivery.deterministic):

@@ -249,7 +249,7 @@ class Source:
             return None
         if not any(x is ref() for ref in root.views):
             root.views.append(weakref.ref(x))
-        return root, x.data_ptr() - root.address
+        return root, x.data_ptr() - root.address if x.numel() else 0  # an empty tensor says that its address is 0
 
 
 class _Root:

@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
     yield
-    for item in kept:  # pytest-xdist 3.8 writes _nodeid, which pytest 9.2 does not read: each worker would have each pool
+    # pytest-xdist 3.8 writes _nodeid, which pytest 9.2 does not read: each worker would have each pool.
+    for item in kept:
         name = getattr(item, "_nodeid", item.nodeid)
         if name != item.nodeid:
             item._id = type(item._id).parse(name)

@@ -960,10 +960,15 @@ def test_unsupported_says_why(change, reason):
     assert reason in hopper_forward.unsupported(*make_inputs(**change), score)
 
 
-def test_unsupported_strides():
+def test_keys_that_arrive_cannot_be_copied():
+    """Others that TMA cannot read are copied first."""
     q, _, v = make_inputs()
     odd = torch.empty(1, 500, 2, 132, dtype=q.dtype, device=q.device)[..., 1:129]
-    assert "16 bytes" in hopper_forward.unsupported(q, odd, v, Score(1.0))
+    assert "stride" not in str(hopper_forward.unsupported(q, odd, v, Score(1.0)))
+    flags = ReadyFlags(torch.zeros(2, 8, dtype=torch.int32), 7, torch.zeros(1, dtype=torch.int32))
+    keys = Keys(odd, v, make_block(*causal(500, 500), 500), flags)
+    with pytest.raises(ValueError, match="16-byte strides"):
+        hopper_forward.forward(q, keys, Score(1.0), None, True)
 
 
 @pytest.mark.parametrize("segments", [(), (190, 710, 300)])

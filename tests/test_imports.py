@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import inspect
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -400,3 +402,20 @@ def test_importing_starts_nothing() -> None:
         "      'triton' in sys.modules, before == settings())\n"
     )
     assert said.split() == ["False", "False", "1", "False", "True"]
+
+
+def test_what_backends_load_by_name_is_there() -> None:
+    """Most of it is loaded on a GPU only."""
+    pytest.importorskip("triton")
+    from ringattn.kernels import backends
+
+    names = [
+        (f".{backend.package}.{module}", name)
+        for backend in (backends.Hopper, backends.Triton)
+        for of in (backend, backends._Compiled)
+        for module, name in re.findall(r'_module\("(\w+)"\)\.(\w+)', inspect.getsource(of))
+    ]
+    names += re.findall(r'_load\("([.\w]+)"\)\.(\w+)', inspect.getsource(backends))
+    assert len(names) > 15
+    for module, name in names:
+        assert hasattr(importlib.import_module(module, "ringattn.kernels"), name), f"{module} has no {name}"

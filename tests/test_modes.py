@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -239,6 +240,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "mask.tree": lambda x: mask.tree([-1, 0, 0], [4, 4, 4]),
     "mask.Mask": lambda x: mask.causal(N) & mask.window(N, 3, 0),
     "mask.Mask.dense": lambda x: mask.causal(N).dense(),
+    "mask.Mask.seen_by": lambda x: mask.causal(N).seen_by(np.array([[0], [0], [N]])),
     "mask.Mask.draw": lambda x: mask.causal(N).draw(),
 }  # fmt: skip
 # Not of users: constants, the class Plan, what compares in modes of its own or is called by other libraries in theirs,

@@ -56,6 +56,22 @@ def test_a_program_does_the_same_with_other_tensors() -> None:
             assert x.stride() == y.stride()
 
 
+def test_empty_parts_are_repeated() -> None:
+    """An empty tensor says that its address is 0, wherever it is."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        z = torch.empty_like(y)
+        for part in (z[2:2], z[:, 4:], x[3:]):
+            part.zero_()
+        z.copy_(x)
+        z[1:1] += y[3:]
+        return (z,)
+
+    made = program_of(function, torch.randn(3, 4), torch.randn(3, 4))
+    inputs = torch.randn(3, 4), torch.randn(3, 4)
+    assert torch.equal(replayed(made, *inputs)[0], inputs[0])
+
+
 def test_inputs_of_one_memory_are_told_apart() -> None:
     packed = torch.randn(3, 3, 4)
     made = program_of(work, packed[0], None, packed[1])

@@ -29,6 +29,9 @@ ENTRIES = {  # what is refused where a name is missing; None: it goes on without
     "PartialState": "shared_on_cpus",
     "accelerator": None,
     "PreTrainedModel": "installed",
+    "LinearAttentionLayer": "states",
+    "GRPOTrainer": "grpo",
+    "gather_object": "grpo",
 }
 # Run in one process: loads ringattn.hf anew without one name after another, and calls the entry that needs it.
 LOADS = """
@@ -53,6 +56,17 @@ def call(entry, hf):
             pass
     elif entry == "hybrid":
         sys.modules["ringattn.adapters.hf.hybrids"]._convolution(None)
+    elif entry == "states":
+        sys.modules["ringattn.adapters.hf.linear_states"].States().of(0)
+    elif entry == "grpo":
+        grpo = importlib.import_module("ringattn.adapters.hf.grpo")
+        grpo._sharing = lambda accelerator: 2
+        over = grpo._OverRanks
+        trainer = types.SimpleNamespace(accelerator=rank, _of_first=lambda x: over._of_first(trainer, x))
+        if name == "gather_object":
+            trainer._of_first([])
+        with over._by_replicas(trainer):
+            pass
     elif entry == "reduce_memory":
         hf.reduce_memory(model, loss_chunk=2)
     elif entry == "prepare":

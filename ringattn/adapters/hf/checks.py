@@ -15,6 +15,7 @@ from ...layouts import shards as layouts
 from ...plans import Plan
 from ...training import batch as batches
 from ...training import loss as losses
+from ...training.rows import attention_mask
 from ...virtual import VirtualRank
 from . import hybrids
 from .models import shifts, unwrapped
@@ -311,3 +312,34 @@ def scored(
 def part_of_loss(logits: Tensor, targets: Tensor, total: Tensor | int) -> Tensor:
     """Return the sum of the targets' losses by the number of all targets."""
     return losses.cross_entropy(logits, targets, VirtualRank(0, 1), wrapper="sums", total=total)
+
+
+def rows_of_text(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the prompts of ringattn.hf.generation(), input_ids, and which of them are tokens.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: other inputs, empty rows, or rows that are padded on their right.
+    """
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            f"inputs is of type {type(inputs).__name__}; pass a dict, as {{'input_ids': ids}} of (rows, tokens)"
+        )
+    if not inputs:
+        raise ValueError("inputs is empty; pass what the tokenizer returned: input_ids (rows, tokens)")
+    others = sorted(name for name in inputs if name not in ("input_ids", "attention_mask") and inputs[name] is not None)
+    if others or not isinstance(inputs.get("input_ids"), Tensor):
+        raise NotImplementedError(
+            f"the inputs are {', '.join(sorted(inputs))}; ringattn.hf.generation() takes input_ids and attention_mask"
+        )
+    ids: Tensor = inputs["input_ids"]
+    if ids.ndim != 2 or not ids.shape[1]:
+        raise ValueError(f"input_ids have shape {tuple(ids.shape)}; it must be (rows, tokens), at least one token")
+    kept = attention_mask(inputs, *ids.shape)
+    if kept is None:
+        kept = torch.ones(ids.shape, dtype=torch.bool)
+    kept = kept.to(ids.device)
+    if not bool(kept[:, -1].all()) or bool((kept[:, 1:] < kept[:, :-1]).any()):
+        raise ValueError(
+            "attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'"
+        )
+    return ids, kept

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...factory import Plan
-from .versions import found
+from .versions import needed
 
 
 class States:
@@ -36,7 +36,7 @@ class States:
 
     def of(self, layer: int) -> Any:
         if layer not in self.layers:
-            self.layers[layer] = found("transformers.cache_utils", "LinearAttentionLayer")()
+            self.layers[layer] = needed("transformers.cache_utils", "LinearAttentionLayer")()
         return self.layers[layer]
 
     def update_conv(self, x: Tensor, layer: int, conv_kernel_size: int) -> Tensor:

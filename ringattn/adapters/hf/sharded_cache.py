@@ -25,7 +25,6 @@ from ...factory import plan as make_plan
 from ...functional import attention
 from ...generation import KVCache, Step, decode
 from ...kernels.paged.operands import NEW_TOKENS
-from ...training.rows import attention_mask
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks, hybrids
@@ -463,7 +462,7 @@ def generation(
         ).items():
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}; pass a whole number of at least 1")
-        ids, mask = _rows(inputs)
+        ids, mask = checks.rows_of_text(inputs)
         checks.check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
         rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
     except Exception as bad:  # of any kind: the other ranks must hear of it
@@ -479,30 +478,3 @@ def generation(
             yield cache
     finally:
         _active.generations.remove(cache)
-
-
-def _rows(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return input_ids and which of them are tokens."""
-    if not isinstance(inputs, Mapping):
-        raise TypeError(
-            f"inputs is of type {type(inputs).__name__}; pass a dict, as {{'input_ids': ids}} of (rows, tokens)"
-        )
-    if not inputs:
-        raise ValueError("inputs is empty; pass what the tokenizer returned: input_ids (rows, tokens)")
-    others = sorted(name for name in inputs if name not in ("input_ids", "attention_mask") and inputs[name] is not None)
-    if others or not isinstance(inputs.get("input_ids"), Tensor):
-        raise NotImplementedError(
-            f"the inputs are {', '.join(sorted(inputs))}; ringattn.hf.generation() takes input_ids and attention_mask"
-        )
-    ids: Tensor = inputs["input_ids"]
-    if ids.ndim != 2 or not ids.shape[1]:
-        raise ValueError(f"input_ids have shape {tuple(ids.shape)}; it must be (rows, tokens), at least one token")
-    kept = attention_mask(inputs, *ids.shape)
-    if kept is None:
-        kept = torch.ones(ids.shape, dtype=torch.bool)
-    kept = kept.to(ids.device)
-    if not bool(kept[:, -1].all()) or bool((kept[:, 1:] < kept[:, :-1]).any()):
-        raise ValueError(
-            "attention_mask is 0 after a token; pad prompts on their left: tokenizer.padding_side = 'left'"
-        )
-    return ids, kept
