@@ -157,7 +157,8 @@ class SameBits(Dataflow):
                 peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
             return round(s.batch * (peak + part))
         gradients = keys * s.kv_elements * s.state_itemsize
-        theirs = _moved(plan, of_queries) * _query_bytes(s) * share + gradients * share
+        statistics = of_queries(plan)[plan.rank].rows * s.q_heads * 2 * s.state_itemsize  # of whole tiles, on Hopper
+        theirs = (_moved(plan, of_queries) * _query_bytes(s) + statistics + gradients) * share
         rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
         return round(s.batch * s.beyond_results(queries, keys, max(peak, theirs) + rows + gradients))
 
