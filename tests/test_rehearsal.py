@@ -125,6 +125,14 @@ def test_a_forward_alone_compiles_no_backward(monkeypatch: pytest.MonkeyPatch) -
         assert (first.kernels("forward"), first.kernels("backward")) == ([1], [0])
 
 
+def test_a_deterministic_plan_rehearses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward is two passes of other kernels."""
+    monkeypatch.setitem(MASKS, "deterministic", dict(causal=True, deterministic=True))
+    first = First(monkeypatch, 1, "deterministic")
+    first.forward()
+    assert (first.kernels("forward"), first.kernels("backward")) == ([1], [0])
+
+
 def test_a_rehearsal_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("of the GPU")

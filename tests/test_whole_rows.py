@@ -11,6 +11,8 @@ from ringattn import virtual
 transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
 from test_hf import batch_of, compare, configs, gradients  # noqa: E402
 
+from ringattn.adapters.hf import grpo  # noqa: E402
+from ringattn.adapters.hf.branches import sequence_of_trees  # noqa: E402
 from ringattn.adapters.hf.whole_rows import whole_rows  # noqa: E402
 from scripts import models  # noqa: E402
 
@@ -78,3 +80,35 @@ def test_two_forwards_before_the_backward_with_layers_computed_again(name: str) 
         return loss / 2, {name: p / 2 for name, p in parts.items()}
 
     compare(virtual.run(2, body), want)
+
+
+def tree_batch(**changes: Tensor) -> dict[str, Tensor]:
+    ids = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 2]])
+    labels = ids.clone()
+    labels[:, :2] = -100
+    return dict(input_ids=ids, labels=labels) | changes
+
+
+def test_rows_of_a_tree_that_it_would_not_compute_are_refused() -> None:
+    model, rank = classifier("llama", "ringattn").model, virtual.VirtualRank(0, 1)
+    ids = tree_batch()["input_ids"]
+    for changes, error in (
+        (dict(labels=ids + 1), "some labels are other tokens"),
+        (dict(position_ids=torch.tensor([[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]])), "position_ids are others"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=error):
+            sequence_of_trees(model, tree_batch(**changes), rank)
+    positions = torch.arange(5).expand(2, 5)
+    same, all_scored = (
+        sequence_of_trees(model, tree_batch(**more), rank).trees.answers
+        for more in (dict(position_ids=positions), dict(labels=ids))
+    )
+    assert (same >= 0).tolist() == [[False, True, True, True]] * 2
+    assert (all_scored >= 0).all(), "the first token of a row has no prediction, and its shifted labels are four"
+
+
+def test_repeated_rows_are_told_apart_by_their_padding() -> None:
+    """A prompt that begins with the token of the padding."""
+    ids, mask = torch.tensor([[0, 5], [0, 5], [0, 5], [0, 5]]), torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]])
+    assert grpo._repeats(ids) == 4
+    assert grpo._repeats(torch.cat([ids, mask], 1)) == 2

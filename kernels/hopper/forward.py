@@ -120,7 +120,7 @@ def forward(
     if keys.ready is not None and not (readable(keys.k) and readable(keys.v)):
         raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
     q, k, v = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, *keys[:2]))
-    config = _config(q, v, keys.block)
+    config, rehearses = _config(q, v, keys.block), not keys.block.ordered
     keys = keys._replace(k=k, v=v, block=keys.block.with_full_tiles)
     sink = None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
@@ -136,7 +136,7 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    _run(_Operands(q, keys, sink, state, outputs, finalize), score, config)
+    _run(_Operands(q, keys, sink, state, outputs, finalize), score, config, rehearses)
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
@@ -159,8 +159,8 @@ class _Operands(NamedTuple):
     finalize: bool
 
 
-def _run(x: _Operands, score: Score, config: Config) -> None:
-    """Launch the kernel."""
+def _run(x: _Operands, score: Score, config: Config, rehearses: bool) -> None:
+    """Launch the kernel. ``rehearses``: its backward, which is that of :mod:`..rehearsal`, is compiled with it."""
     q, v, block = x.q, x.keys.v, x.keys.block
     changes = Changes.of(score, q)
     with on_device(q):
@@ -169,7 +169,7 @@ def _run(x: _Operands, score: Score, config: Config) -> None:
         grid, args, constants = _launch(x, changes, config, counter, division, sums)
         dispatch(
             kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter),
-            rehearse=lambda: rehearsal.backward("hopper", q, x.keys, score), **constants,
+            rehearse=(lambda: rehearsal.backward("hopper", q, x.keys, score)) if rehearses else None, **constants,
         )  # fmt: skip
 
 

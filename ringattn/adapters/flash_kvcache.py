@@ -227,7 +227,7 @@ def _cache(
         table = (of_row[:, None] * (slots // page) + torch.arange(slots // page, device=device)).int()
     pools = []
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.stride(-1) != 1 or x.stride(0) != x.stride(1) * slots:
+        if x.stride(-1) != 1 or (count > 1 and x.stride(0) != x.stride(1) * slots):
             raise ValueError(
                 f"{name} has strides {x.stride()}: its rows do not follow each other; pass whole rows of the cache, as "
                 "cache_seqlens says how many of their tokens are used"

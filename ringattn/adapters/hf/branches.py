@@ -69,10 +69,15 @@ def sequence_of_trees(model: nn.Module, batch: Mapping[str, Any], group: Any, **
         raise NotImplementedError(f'packing="tree" is for rows of text, and these have {others[0]}; leave packing out')
     ids, labels = batch["input_ids"], batch["labels"]
     real = torch.ones_like(ids) if batch.get("attention_mask") is None else batch["attention_mask"]
+    if bool(((labels != ids) & (labels != IGNORE)).any()):
+        raise ValueError('packing="tree" computes input_ids, and some labels are other tokens; leave packing out')
+    positions = batch.get("position_ids")
+    if positions is not None and bool(((positions != real.cumsum(1) - 1) & (real != 0)).any()):
+        raise NotImplementedError('packing="tree" counts positions, and position_ids are others; leave packing out')
     roots: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}  # of each prompt: rows and the columns of their answers
     for row, (tokens, target, shown) in enumerate(zip(ids.cpu(), labels.cpu(), real.cpu(), strict=True)):
         columns = shown.nonzero()[:, 0]
-        scored = (target[columns] != IGNORE).nonzero()[:, 0].tolist()
+        scored = ((target[columns] != IGNORE) & (columns > 0)).nonzero()[:, 0].tolist()  # nothing predicts the first
         if scored:
             prompt, answer = columns[: scored[0]], columns[scored[0] : scored[-1] + 1]
             roots.setdefault(tuple(tokens[prompt].tolist()), []).append((row, answer.to(ids.device)))

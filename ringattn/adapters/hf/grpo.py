@@ -30,6 +30,7 @@ def extend(trainer: Any) -> None:
     for refused, setting, fix in (
         (trainer.use_vllm, "use_vllm=True", "ask a server for completions in rollout_func, or generate over ranks"),
         (trainer.use_transformers_continuous_batching, "use_transformers_continuous_batching=True", "leave it out"),
+        (trainer.args.cache_implementation, "cache_implementation", "leave it out: keys lie over the ranks"),
         (trainer.tools or trainer.environment_factories, "tools or environments", "call them in rollout_func"),
         (trainer._is_vlm, "a processor of images", "pass a tokenizer and a model of text"),
         (trainer.args.use_liger_kernel, "use_liger_kernel=True", "leave it out: trl's head makes no whole logits"),
@@ -103,11 +104,13 @@ class _OverRanks:
         theirs = model.generate
 
         def generate(input_ids: Tensor, attention_mask: Tensor, generation_config: Any, **others: Any) -> Any:
-            each = _repeats(input_ids)
+            beams = generation_config.num_beams or 1
+            several = generation_config.do_sample and beams == 1  # sequences of one row that generate() may return
+            each = _repeats(torch.cat([input_ids, attention_mask], 1)) if several else 1
             rows = dict(input_ids=input_ids[::each], attention_mask=attention_mask[::each])
             config = copy.deepcopy(generation_config)
             config.num_return_sequences = each
-            options = dict(max_new_tokens=config.max_new_tokens, num_sequences=each)
+            options = dict(max_new_tokens=config.max_new_tokens, num_sequences=max(each, beams))
             with generation(model, rows, self._ring_group(), **options) as cache:
                 return theirs(**rows, generation_config=config, past_key_values=cache, **others)
 
