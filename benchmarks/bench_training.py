@@ -204,13 +204,13 @@ def train(
         optimizer.zero_grad()
         return loss.detach(), norm
 
-    def step(row: Words, compute: Callable[[Words], tuple[Tensor, ...]]) -> tuple[float, float, float]:
+    def step(row: Words, run: Callable[[Words], tuple[Tensor, ...]]) -> tuple[float, float, float]:
         """Return the loss, the gradient norm, and the seconds of the slowest rank."""
         dist.barrier()
         synchronize(device)
         start = time.perf_counter()
         with contestant.enter(model, row) as local:
-            loss, norm = compute(local)
+            loss, norm = run(local)
         mean = ringattn.loss.reduced(loss, mesh, wrapper="averages").item()
         synchronize(device)
         duration = torch.tensor(time.perf_counter() - start, device=device)
@@ -220,7 +220,7 @@ def train(
     for options in optimizer.param_groups:
         options["lr"] = 0.0
     for _ in range(1 + args.graph):  # what a capture would have to allocate or compile is there after two
-        with graphs.beside(device):
+        with graphs.on_side_stream(device):
             *_, duration = step(text_row(texts, args.warm_up_tokens, 0, device), compute)
         lines.say(f"{how}: warm-up of {args.warm_up_tokens} tokens, {duration:.1f} s")
     for options in optimizer.param_groups:

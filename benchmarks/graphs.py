@@ -18,7 +18,7 @@ class Replayed:
 
     Args:
         compute: gets a dictionary of tensors and other values, which must not change. It has run before, on a side
-            stream (:func:`beside`).
+            stream (:func:`on_side_stream`).
     """
 
     def __init__(self, compute: Callable[[Words], tuple[Tensor, ...]]) -> None:
@@ -47,8 +47,9 @@ class Replayed:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """Run what is inside on a side stream, as a capture will; on a CPU nothing changes."""
+def on_side_stream(device: torch.device) -> Iterator[None]:
+    """Run the block on another stream, as a capture will, which waits for the current one and is waited for; on a CPU
+    nothing changes."""
     if device.type != "cuda":
         yield
         return

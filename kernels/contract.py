@@ -389,7 +389,7 @@ class Block:
 
     @property
     def with_full_tiles(self) -> Block:
-        """This block, also if ordered, for a kernel whose instructions are the same in tiles that no mask cuts."""
+        """This block, not ordered: for kernels whose instructions are the same in tiles that the mask does not cut."""
         return self.memo.once("with full tiles", lambda: replace(self, ordered=False)) if self.ordered else self
 
     def on(self, device: torch.device, what: Hashable, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -203,7 +203,8 @@ def main(folder: Path, jobs: list[str]) -> int:
             end = time.monotonic() + GUARD  # the store of the group is in this process, and other ranks still read it
             while time.monotonic() < end and not all((folder / f"{job}-{rank}.json").exists() for rank in survivors):
                 time.sleep(0.02)
-        while job == "cut" and not (folder / "mended").exists():
+        end = time.monotonic() + GUARD
+        while time.monotonic() < end and job == "cut" and not (folder / "mended").exists():
             time.sleep(0.02)
     return 0
 

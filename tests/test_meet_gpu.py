@@ -238,7 +238,7 @@ def test_a_rank_that_does_not_come_ends_the_others_with_its_name(merges: int) ->
         began = time.monotonic()
         said, error = process.communicate(timeout=600)
         assert process.returncode == -signal.SIGABRT, error
-        assert time.monotonic() - began > 3.0
+        assert 3.0 < time.monotonic() - began < 3.0 + 30.0  # the first launch compiles
         assert "went on" not in said
         assert f"s for the states of exchange 1: rank 1 (process {os.getpid()}) runs, but has not come" in error
     finally:

@@ -51,7 +51,7 @@ from ..triton.begin import Statistics, begin_backward, lse_of_kernels
 from ..triton.rounding import sum_parts
 from . import backward_d64, backward_d128, backward_d192, backward_d256, limits, scores, tile_scheduler
 from .backward_pieces import BM
-from .tensor_maps import readable, view
+from .tensor_maps import copied_if_unreadable, readable, view
 from .tile_scheduler import Split
 from .work_counter import work_counter
 
@@ -163,15 +163,15 @@ class _Operands(NamedTuple):
     dq: Tensor | None  # None for dk and dv alone, in order
     dk: Tensor
     dv: Tensor
-    last_dk: Tensor | None  # where the last part of a group stores dk, if not where the others do
-    last_dv: Tensor | None
-    flags: Tensor | None
-    timed_out: Tensor | None
-    turns: Tensor | None
-    counters: Tensor | None
-    slopes: Tensor | None
-    counter: Tensor | None  # of the programs that have been taken, where CTAs take one after the other
-    sums: Tensor | None  # how often each half of each tile of dq has been added to, where that is counted
+    last_dk: Tensor | None = None  # where the last part of a group stores dk, if not where the others do
+    last_dv: Tensor | None = None
+    flags: Tensor | None = None
+    timed_out: Tensor | None = None
+    turns: Tensor | None = None
+    counters: Tensor | None = None
+    slopes: Tensor | None = None
+    counter: Tensor | None = None  # of the programs that have been taken, where CTAs take one after the other
+    sums: Tensor | None = None  # how often each half of each tile of dq has been added to, where that is counted
 
     @property
     def ordered(self) -> bool:
@@ -186,11 +186,7 @@ def launch(
     ``delivery.complete`` and the parts are not apart."""
     k, v, block, flagged = keys
     deterministic, into, counters, outputs, complete = delivery
-    if flagged is not None and not (readable(k) and readable(v)):
-        raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
-    # Not contiguous(), which returns a tensor that begins at an unaligned address as it is.
-    inputs = (queries.q, k, v, queries.dout)
-    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
+    q, dout, k, v = copied_if_unreadable(queries.q, queries.dout, k, v, arriving=flagged is not None)
     rounded = complete and split.parts == 1
     dk, dv = into or _empty_gradients(k, v, split, k.dtype if rounded else torch.float32)
     last: tuple[Tensor | None, Tensor | None] = None, None
@@ -224,15 +220,14 @@ def launch(
 def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
     """Return dk and dv of an ordered block, float32, see :meth:`..backends.Backend.key_gradients`. Head dims of
     :data:`KEYS_ALONE`, plain scores."""
-    inputs = (queries.q, keys.k, keys.v, queries.dout)
-    q, k, v, dout = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in inputs)
+    q, dout, k, v = copied_if_unreadable(queries.q, queries.dout, keys.k, keys.v)
     with on_device(q):
         split = Split(1)  # parts that add to the same sums, or are summed later, depend on how many keys there are
         dk, dv = _empty_gradients(k, v, split, torch.float32)
         statistics = _empty_statistics(q, score)
         _fill(statistics, queries)
         rows = statistics.lse, statistics.minus_delta
-        operands = _Operands(q, k, v, dout, *rows, None, dk, dv, *(None,) * 9)
+        operands = _Operands(q, k, v, dout, *rows, None, dk, dv)
         changes = scores.Changes.of(score, q)
         kernel, grid, args, constants = _arguments(operands, keys.block.with_full_tiles, score, changes, split, 0)
         dispatch(kernel, grid, *args, **constants)

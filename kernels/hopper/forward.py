@@ -30,7 +30,7 @@ from ..launch import CLUSTERS, dispatch, on_device
 from . import alibi_product, forward_d512, forward_kernel, limits
 from .forward_kernel import COUNTERS_AT, ROWS
 from .scores import Changes, padded_positions
-from .tensor_maps import readable, view
+from .tensor_maps import copied_if_unreadable, view
 from .tile_scheduler import heads_of_longest, mean_keys, processors
 from .work_counter import work_counter
 
@@ -90,7 +90,7 @@ NARROW = {
 }
 MOST_KEYS = 1280
 # Of ordered blocks: the same tiles for all. The kernel walks the keys from the last to the first, and what it computes
-# for a row is the same in tiles that the mask cuts and in others, as tests/test_hopper_forward.py finds on a GPU.
+# for a row is the same in tiles that the mask cuts and in others: tests/test_same_bits.py compares them on a GPU.
 ORDERED = {dims: config._replace(worth_dividing=1.0) for dims, config in CONFIGS.items() if config.ctas == 1}
 
 
@@ -117,9 +117,7 @@ def forward(
     Args:
         into: with ``finalize``, where the output is written, contiguous; a new tensor if absent.
     """
-    if keys.ready is not None and not (readable(keys.k) and readable(keys.v)):
-        raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
-    q, k, v = (x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, *keys[:2]))
+    q, k, v = copied_if_unreadable(q, keys.k, keys.v, arriving=keys.ready is not None)
     config, rehearses = _config(q, v, keys.block), not keys.block.ordered
     keys = keys._replace(k=k, v=v, block=keys.block.with_full_tiles)
     sink = None if score.sink is None or state is not None else score.sink.contiguous()

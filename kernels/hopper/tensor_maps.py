@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...memo import Memo
 
-__all__ = ["readable", "view"]
+__all__ = ["copied_if_unreadable", "readable", "view"]
 
 LIMIT = 4096  # shapes, strides and boxes that are kept; lengths may differ from batch to batch
 
@@ -30,6 +30,21 @@ def readable(x: Tensor) -> bool:
     """Return whether TMA can read ``x``: its address and strides are multiples of 16 bytes, and its last dimension is
     contiguous. The stride of a dimension of size 1 may be anything, because :func:`view` replaces it."""
     return x.data_ptr() % 16 == 0 and _has_readable_strides(x.shape, x.stride(), x.dtype)
+
+
+def copied_if_unreadable(*tensors: Tensor, arriving: bool = False) -> list[Tensor]:
+    """Return tensors that TMA can read: these, or copies. Not by contiguous(), which returns a tensor that begins at an
+    unaligned address as it is.
+
+    Args:
+        arriving: the last two are keys and values that are still being written.
+
+    Raises:
+        ValueError: one that is still arriving would have to be copied.
+    """
+    if arriving and not all(map(readable, tensors[-2:])):
+        raise ValueError("keys and values that are still arriving cannot be copied first: 16-byte strides are needed")
+    return [x if readable(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 @functools.lru_cache(LIMIT)

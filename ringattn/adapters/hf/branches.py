@@ -64,8 +64,8 @@ def sequence_of_trees(model: nn.Module, batch: Mapping[str, Any], group: Any, **
     Args:
         batch: whole rows: ``input_ids``, ``labels``, -100 up to the answers, and ``attention_mask`` of padding.
     """
-    known = ("input_ids", "labels", "attention_mask", "position_ids")
-    if others := [name for name, x in batch.items() if isinstance(x, Tensor) and name not in known]:
+    accepted = ("input_ids", "labels", "attention_mask", "position_ids")
+    if others := [name for name, x in batch.items() if isinstance(x, Tensor) and name not in accepted]:
         raise NotImplementedError(f'packing="tree" is for rows of text, and these have {others[0]}; leave packing out')
     ids, labels = batch["input_ids"], batch["labels"]
     real = torch.ones_like(ids) if batch.get("attention_mask") is None else batch["attention_mask"]

@@ -77,7 +77,7 @@ class _OfReplicas:
 
 
 class _OverRanks:
-    """Overrides of GRPOTrainer, in front of those of RingTrainerMixin."""
+    """Methods that override GRPOTrainer's; in the class hierarchy they come before those of RingTrainerMixin."""
 
     accelerator: Any
 

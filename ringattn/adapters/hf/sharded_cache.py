@@ -282,7 +282,7 @@ class Generation(Carries, _Base):
     def _plan(self, kind: Kind) -> Plan:
         assert self._plans is not None
         if kind not in self._plans:
-            # Windows must not change which tokens a rank holds; keys of earlier chunks neither, beside states
+            # A rank must hold the same tokens with every window and, where layers have a state, in every chunk.
             layout = next(iter(self._plans.values()), "zigzag" if self._mixes else "auto")
             window = -1 if kind.window is None else kind.window - 1
             self._plans[kind] = self.kv.plan(*self._chunk, causal=True, window_size=(window, 0), layout=layout)
