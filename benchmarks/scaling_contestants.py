@@ -56,9 +56,10 @@ class Contestants:
         return tensors
 
     def plan(self, setting: Setting, group: Any, dataflow: str, layout: str) -> ringattn.Plan:
-        """Return a plan; the dataflow "flat" is a gather that knows nothing of nodes."""
+        """Return a plan; "flat" is a gather that knows nothing of nodes, "deterministic" one with deterministic=True."""
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window)
-        options |= dict(dataflow="gather", local_size=1) if dataflow == "flat" else dict(dataflow=dataflow)
+        variants: dict[str, dict[str, Any]] = dict(flat=dict(local_size=1), deterministic=dict(deterministic=True))
+        options |= dict(dataflow="gather" if dataflow in variants else dataflow) | variants.get(dataflow, {})
         return ringattn.plan(setting.seq_len, group, layout=layout, **options)
 
     def whole(self, setting: Setting) -> ringattn.Plan:
