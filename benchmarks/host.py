@@ -6,7 +6,7 @@ torchrun --standalone --nproc-per-node 2 -m benchmarks.host          over ranks
 
 A row has medians in microseconds: ``host`` until a call has returned, ``wall`` until its work is done, both of calls
 one after another; ``gpu``: the wall time of the same calls in a CUDA graph, where they can be captured. The backward
-runs in the thread that calls it.
+runs in the thread that calls it. Over ranks the first rows are torch's own attention on one GPU: hosts differ.
 """
 
 from __future__ import annotations
@@ -88,8 +88,12 @@ def captured(call: Callable[[], object]) -> float | None:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
     except RuntimeError:
+        if dist.is_initialized():
+            raise  # other ranks replay
         return None
-    return measured(graph.replay)[1]
+    wall = measured(graph.replay)[1]
+    graph.reset()  # before the process group ends
+    return wall
 
 
 def profile(call: Callable[[], object], functions: int) -> None:
@@ -118,46 +122,42 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ranks} ranks; microseconds")
         print(f"{'':44}{'host':>8}{'wall':>8}{'gpu':>8}")
 
-    def line(name: str, call: Callable[[], object], graph: bool = True) -> None:
+    def line(name: str, call: Callable[[], object]) -> None:
         for _ in range(8):
             call()
         host, wall = measured(call)
-        gpu = captured(call) if graph and not args.no_graphs else None
+        gpu = captured(call) if not args.no_graphs else None
         if rank == 0:
             print(f"{name:44}{host:8.0f}{wall:8.0f}{'' if gpu is None else f'{gpu:8.0f}'}", flush=True)
         if args.profile:
             (profile if rank == 0 else lambda call, n: [call() for _ in range(60)])(call, args.profile)
 
+    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
     ways = {"forward": forward, "forward + backward": both}
+    attentions: dict[str, Callable[..., Any]] = {"torch": torchs}
     if ranks == 1:
-        given = tensors(512, (32, 8), device)
-        plan = ringattn.plan(512, causal=True)
-
-        def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-        attentions: dict[str, Callable[..., Any]] = {
-            "ringattn": partial(ringattn.attention, plan=plan),
-            "torch": torchs,
-        }
+        attentions["ringattn"] = partial(ringattn.attention, plan=ringattn.plan(512, causal=True))
         try:
             import fa3_fwd_interface
 
             attentions["FlashAttention-3"] = partial(fa3_fwd_interface.flash_attn_func, causal=True)
         except ImportError:
             pass
-        for name, attend in attentions.items():
-            for way, run in ways.items():
-                if name != "FlashAttention-3" or run is forward:  # its wheel has no backward
-                    line(f"{name}, 512 tokens, 32/8, {way}", partial(run, attend, *given))
+    given = tensors(512, (32, 8), device)
+    for name, attend in attentions.items():
+        for way, run in ways.items():
+            if name != "FlashAttention-3" or run is forward:  # its wheel has no backward
+                line(f"{name}, 512 tokens, 32/8, {way}", partial(run, attend, *given))
     for tokens, lengths, heads in ROWS if ranks > 1 else ():
         cu_seqlens = None if lengths is None else bounds(lengths, tokens * ranks, 0)
         plan = ringattn.plan(tokens * ranks, causal=True, dataflow="gather", cu_seqlens=cu_seqlens)
         given = tensors(plan.local_lengths[plan.rank], heads, device)
         for way, run in ways.items():
             name = f"{tokens}, {lengths or 'causal'}, {heads[0]}/{heads[1]}, {way}"
-            line(name, partial(run, partial(ringattn.attention, plan=plan), *given), graph=False)
+            line(name, partial(run, partial(ringattn.attention, plan=plan), *given))
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
