@@ -80,7 +80,7 @@ def ours(caches: Caches, layer: int, kernel: str) -> Tensor:
 
 def attend(caches: Caches, layer: int) -> Tensor:
     """Return the attention without the write."""
-    pool, tables, _ = caches.layer(layer)
+    pool, tables, *_ = caches.layer(layer)
     score = Score(caches.problem.dim**-0.5)
     name = "hopper" if not BACKENDS["hopper"].unsupported(caches.q, pool, tables, score, Call()) else "triton"
     return BACKENDS[name].output(caches.q, pool, tables, score, Call())[0]
@@ -91,7 +91,7 @@ def readers(caches: Caches, shape: Any) -> list[Launch]:
         launch()
 
     pages = [caches.layer(layer) for layer in range(caches.layers)]
-    return [functools.partial(only_reads, reader(pool, tables, shape)) for pool, tables, _ in pages]
+    return [functools.partial(only_reads, reader(pool, tables, shape)) for pool, tables, *_ in pages]
 
 
 def _contiguous(caches: Caches, most: int = MOST_CONTIGUOUS) -> Copies:

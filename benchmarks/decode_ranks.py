@@ -138,7 +138,7 @@ def alone(caches: Caches, layer: int) -> Tensor:
 
 def written(caches: Caches, layer: int) -> tuple[Paged, tuple[Any, ...]]:
     """Store the new tokens. Returns the backend, and the arguments with which it attends."""
-    pool, tables, _ = caches.layer(layer)
+    pool, tables, *_ = caches.layer(layer)
     call = caches.q, pool, tables, Score(caches.problem.dim**-0.5), Call()
     backend = choose("auto", *call)
     backend.write(caches.k, caches.v, pool, tables)

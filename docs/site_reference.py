@@ -13,7 +13,7 @@ _ORDER: tuple[str | tuple[str, ...], ...] = (
     ("Models and libraries that call other functions", "wrap", "use", "install"),
     "ringattn.loss",
     ("Check", "check", "NotExact"),
-    ("Generation", "KVCache", "Step", "decode", "CacheFull"),
+    ("Generation", "KVCache", "Step", "decode", "CacheFull", "same_bits", "fixed_rows"),
     "ringattn.mask",
     "ringattn.batch",
     ("Rows of packed documents", "pack", "pack_stream"),

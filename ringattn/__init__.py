@@ -30,20 +30,22 @@ if _TYPE_CHECKING:
     from .generation import KVCache as KVCache
     from .generation import Step as Step
     from .generation import decode as decode
+    from .generation.comparable import same_bits as same_bits
     from .tokens.linear import gated_delta_rule as gated_delta_rule
     from .tokens.linear import kda as kda
     from .tokens.linear import lightning_attention as lightning_attention
     from .tokens.linear import ssd as ssd
     from .tools.check.comparison import NotExact as NotExact
     from .tools.check.comparison import check as check
+    from .training.invariant import fixed_rows as fixed_rows
     from .training.packing import pack as pack
     from .training.packing import pack_stream as pack_stream
 
 __version__ = "0.1.0"
 __all__ = [
     "CacheFull", "KVCache", "NotExact", "Partial", "Plan", "Step", "attention", "batch", "check", "dataflows", "decode",
-    "errors", "gated_delta_rule", "host_memory", "install", "kda", "lightning_attention", "loss",
-    "mask", "merge", "pack", "pack_stream", "plan", "ssd", "use", "wrap",
+    "errors", "fixed_rows", "gated_delta_rule", "host_memory", "install", "kda", "lightning_attention", "loss",
+    "mask", "merge", "pack", "pack_stream", "plan", "same_bits", "ssd", "use", "wrap",
 ]  # fmt: skip
 
 _ON_DEMAND = {  # names that are imported when they are asked for: where they are
@@ -53,12 +55,14 @@ _ON_DEMAND = {  # names that are imported when they are asked for: where they ar
     "Step": "generation",
     "check": "tools.check.comparison",
     "decode": "generation",
+    "fixed_rows": "training.invariant",
     "gated_delta_rule": "tokens.linear",
     "install": "adapters.doors",
     "kda": "tokens.linear",
     "lightning_attention": "tokens.linear",
     "pack": "training.packing",
     "pack_stream": "training.packing",
+    "same_bits": "generation.comparable",
     "ssd": "tokens.linear",
     "use": "adapters.flash",
     "wrap": "adapters.sdpa",

@@ -54,10 +54,13 @@ class KVCache:
         device: the default is the group's.
         sequences: how many there are at most at a time, which bounds the room of layers with windows; None: they get as
             much as the others.
+        deterministic: prompts and :func:`ringattn.decode` give the bits of ``ringattn.plan(deterministic=True)`` for
+            the same tokens, whatever the page size, the batch, the chunks and the number of ranks
+            (:func:`ringattn.same_bits` says for which plans). A step then gathers the keys of each row on every rank.
 
     Attributes:
         transport: of the group.
-        page_size, windows: as passed; -1 stands for no window.
+        page_size, windows, deterministic: as passed; -1 stands for no window.
 
     Raises:
         ValueError, TypeError: the value, what was expected and the fix; arguments that differ between ranks.
@@ -80,6 +83,7 @@ class KVCache:
         shared_values: bool = False,
         device: torch.device | str | None = None,
         sequences: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.transport = transports.of(group)
         self.transport.begin("KVCache()", compares=True)
@@ -100,6 +104,8 @@ class KVCache:
                     f"windows is {windows!r}; pass a number of tokens >= 0 (below 2**31), or None, for each of the "
                     f"{layers} layers, as [128] * {layers}"
                 )
+            if deterministic and sinks:
+                raise ValueError(f"sinks is {sinks}, which has no order of sums with deterministic=True; leave one out")
             place = self.transport.device if device is None else existing(device)
         except Exception as bad:  # of any kind: the other ranks must hear of it
             error = bad
@@ -108,10 +114,11 @@ class KVCache:
             dict(
                 layers=repr(layers), token=repr(token), tokens=repr(tokens), page_size=repr(page_size),
                 windows=repr(self.windows), sinks=repr(sinks), sequences=repr(sequences),
+                deterministic=bool(deterministic),
             ),
             error,
         )  # fmt: skip
-        self.page_size, self._sinks = page_size, sinks
+        self.page_size, self._sinks, self.deterministic = page_size, sinks, bool(deterministic)
         world_size = self.transport.world_size
         # One page for tokens that do not fill theirs, and one for the turns of steps, during which ranks differ.
         pages = -(-tokens // (world_size * page_size)) + 2
@@ -245,6 +252,7 @@ class KVCache:
                 if self._sinks:
                     window_size, keys = options.pop("window_size"), length + new_tokens
                     options["mask"] = beside_window(new_tokens, keys, window_size, self._sinks)
+            options.setdefault("deterministic", self.deterministic)
             if options.get("seq_len_k") is None:
                 options["seq_len_k"] = length + new_tokens
             early = min(self._sinks, first)
@@ -379,7 +387,7 @@ class KVCache:
         rows, copies = self._slots.step(numbers, new_tokens)
         self._changed(numbers, "has had another step")
         self._copy(copies)
-        step = Step(self.transport, self._slots, self._memory, sequences, rows, new_tokens)
+        step = Step(self.transport, self._slots, self._memory, sequences, rows, new_tokens, self.deterministic)
         for number in numbers:
             self._steps[number] = step
         return step

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..functional import check_score
+from ..kernels import backends
 from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
@@ -26,17 +27,20 @@ from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_
 from ..memo import Handles, untraced
 from ..operators import TAGS, as_autocast, autocast_dtype, check_transforms, no_autocast
 from ..transport.group import Transport
+from . import ordered
 
 HEADS = ("all", "scattered")
 _SIZES = ("batch", "new", "q_heads", "head_dim")
 
 
 class LayerStep(NamedTuple):
-    """What one layer needs of a step: its pool on this rank, its tables, and its window (-1: none)."""
+    """What one layer needs of a step: its pool on this rank, its tables, and its window (-1: none); of a cache with
+    ``deterministic=True`` also its rows (:mod:`.ordered`)."""
 
     pool: Pool
     tables: Tables
     window: int
+    rows: tuple[ordered.OrderedRow | None, ...] | None = None
 
 
 class DecodingStep(Protocol):
@@ -99,6 +103,9 @@ def decode(
         return_lse: also return the log-sum-exp.
         kernel: "eager", "triton", ... or "auto": the fastest that supports the call.
         score_mod: any other elementwise change of scores, as in attention(); on the eager kernel.
+
+    In a cache with ``deterministic=True`` out and lse have the bits of a deterministic plan's attention of the whole
+    row: in any batch, on any number of ranks. Each row then gathers its keys, and ``kernel`` is as in attention().
 
     Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated: call it under
     torch.no_grad() or torch.inference_mode(). The step may be
@@ -178,7 +185,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
     softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, score_mod = options
     transport = step.transport
     try:
-        pool, tables, window = step.layer(layer)
+        pool, tables, window, rows = step.layer(layer)
     except (ValueError, TypeError) as error:
         transport.refuse("decode()", error)
         raise  # a RuntimeError, of a step that cannot be used, is raised by all ranks: they have the same tables
@@ -204,6 +211,11 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
             if tree is not None:
                 _check_tree(tree, q, window)
             _check_names(heads, fixed_split, pool)
+        if rows is not None and (fixed_split or tree is not None):
+            raise ValueError(
+                f"{'tree' if tree is not None else 'fixed_split'} was passed with a cache that is deterministic, whose "
+                "steps are causal and have the same bits in any batch; leave it out, or make another cache"
+            )
         if alibi_slopes is not None:  # kernels read them as they accumulate
             alibi_slopes = alibi_slopes.to(accumulation_dtype(q)).contiguous()
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -212,11 +224,16 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
         if checked is None:
             if transport.world_size > 1:
                 transport.check_device("q", q)
-            backend, sizes = choose(kernel, q, pool, tables, score, call), zip(_SIZES, q.shape, strict=True)
-            checked = backend, ", ".join([*(f"{name}={size}" for name, size in sizes), str(q.dtype)])
+            sizes, attending = zip(_SIZES, q.shape, strict=True), None
+            if rows is not None:
+                values = k[..., : pool.v.shape[-1]] if v is None else v
+                attending = backends.choose(kernel, q, k, values, score)
+            backend = choose("auto" if attending else kernel, q, pool, tables, score, call)
+            details = ", ".join([*(f"{name}={size}" for name, size in sizes), str(q.dtype)])
+            checked = backend, attending, details
             if usual:
                 tables.memo.put(kind, checked)
-        backend, details = checked
+        backend, attending, details = checked
     except Exception as error:
         transport.refuse("decode()", error)
         raise
@@ -225,7 +242,12 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
     try:
         with torch.no_grad(), no_autocast(q):  # the state is float32, whatever the caller's region says
             backend.write(k, v, pool, tables, call.tree)
-            if transport.world_size == 1:
+            if rows is not None and attending is not None:
+                out, lse = ordered.attend(rows, q, pool, score, attending)
+                if heads == "scattered":
+                    mine = part(q.shape[2], transport.rank, transport.world_size)
+                    out, lse = out[:, :, mine].contiguous(), lse[:, mine].contiguous()
+            elif transport.world_size == 1:
                 out, lse = cascade.output(backend, q, pool, tables, score, call)
             else:
                 state = cascade.attend(backend, q, pool, tables, score, call)

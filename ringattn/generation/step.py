@@ -9,6 +9,7 @@ allocator.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from ..kernels.upload import upload
 from ..memo import Memo, on_the_host
 from ..transport.group import Transport
 from .decoding import LayerStep, by_handle
+from .ordered import OrderedRow, of_row
 from .pages import NONE, Kind
 from .slots import Row, Slots
 from .storage import Memory
@@ -46,7 +48,7 @@ class Step:
     Attributes:
         transport: of the cache.
         sequences: of the rows; None where a row has none.
-        batch, new_tokens: rows, and new tokens of each.
+        batch, new_tokens, deterministic: rows, new tokens of each, and as the cache says.
         state: the tables of all kinds of layers, on the device.
         is_ahead: whether :meth:`advance` was called since the allocator was told.
         pool, order, handle: what :func:`.decoding.decode` needs in a compiled function.
@@ -60,9 +62,11 @@ class Step:
         sequences: Sequence[int | None],
         rows: Sequence[Row],
         new_tokens: int,
+        deterministic: bool = False,
     ) -> None:
         self.transport, self.sequences = transport, tuple(sequences)
         self.batch, self.new_tokens, self.is_ahead = len(self.sequences), new_tokens, False
+        self.deterministic = deterministic
         self._slots, self._memory = slots, memory
         self._rows = {row.sequence: row for row in rows}  # as they were before the step
         self._counted = True  # whether the allocator has the step's tokens
@@ -91,7 +95,8 @@ class Step:
                 tables, window = of_kind[kind]
                 of_kind[kind] = (replace(tables, sinks=self._sinks(sinks, tables)), window)
         layers = zip(memory.pools, memory.kind_of, strict=True)
-        self._layers = [LayerStep(pool, *of_kind[kind]) for pool, kind in layers]
+        ordered = [self._ordered(kind) for kind in range(len(windows))]
+        self._layers = [LayerStep(pool, *of_kind[kind], ordered[kind]) for pool, kind in layers]
         self.pool, self.order, self.handle = memory.pools[0], memory.order, by_handle.add(self)
 
     def __repr__(self) -> str:
@@ -117,12 +122,24 @@ class Step:
             raise RuntimeError(self._problem)
         if type(layer) is not int or not 0 <= layer < len(self._layers):
             raise ValueError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
+        if self._on_gpu and self.deterministic and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no CUDA graph captures steps of a deterministic cache; call them without one")
         if self._on_gpu and torch.cuda.is_current_stream_capturing() and self.room < 1:
             raise RuntimeError(
                 "a CUDA graph of this step could not be replayed, because its sequences have no room for another one; "
                 "call cache.reserve(sequences, tokens, new_tokens) and make the step after it"
             )
         return self._layers[layer]
+
+    def _ordered(self, kind: int) -> tuple[OrderedRow | None, ...] | None:
+        """Return the rows of a kind of layers, for a deterministic cache."""
+        if not self.deterministic:
+            return None
+        whole, ranks = (self.transport, self._slots, self._memory), itertools.cycle(range(self.transport.world_size))
+        return tuple(
+            None if number is None else of_row(*whole, self._rows[number], self.new_tokens, kind, next(ranks))
+            for number in self.sequences
+        )
 
     @property
     def room(self) -> int:
@@ -163,10 +180,14 @@ class Step:
 
         Raises:
             RuntimeError: there is no room for them, or the step cannot be used any more; or it was made when a sequence
-                had fewer tokens than the cache's sinks.
+                had fewer tokens than the cache's sinks, or of a deterministic cache.
         """
         if self._problem:
             raise RuntimeError(self._problem)
+        if self.deterministic:
+            raise RuntimeError(
+                "the host makes the tables of each step of a deterministic cache; call cache.step() for each token"
+            )
         if self._growing:
             raise RuntimeError(
                 f"sequence {self._growing[0]} had fewer tokens than the cache's sinks when this step was made; add as "

@@ -73,10 +73,13 @@ class Generation(Carries, _Base):
         rows: its sequences, one per row of ``generate()``'s batch.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, max_new_tokens: int, num_sequences: int, kernel: str):
+    def __init__(
+        self, model: nn.Module, transport: Transport, max_new_tokens: int, num_sequences: int, kernel: str,
+        deterministic: bool,
+    ) -> None:  # fmt: skip
         super().__init__(layers=[])
         self.model: Any = unwrapped(model)
-        self.transport, self.kernel = transport, kernel
+        self.transport, self.kernel, self.deterministic = transport, kernel, deterministic
         self.max_new_tokens, self.num_sequences = max_new_tokens, num_sequences
         self.rows: list[int] = []
         self.length = 0  # tokens of the widest row, padding included, as generate() counts them
@@ -179,7 +182,7 @@ class Generation(Carries, _Base):
         self.kv = KVCache(
             len(layers), first.kv_heads, first.head_dim, self.transport, tokens=room + slack,
             head_dim_v=first.head_dim_v, page_size=page_size, windows=[_left(layers[i].kind) for i in sorted(layers)],
-            dtype=first.dtype, device=input_ids.device,
+            dtype=first.dtype, device=input_ids.device, deterministic=self.deterministic,
         )  # fmt: skip
         self._probed = None
         several = []
@@ -423,6 +426,7 @@ def generation(
     max_new_tokens: int = 4_096,
     num_sequences: int = 1,
     kernel: str = "auto",
+    deterministic: bool = False,
 ) -> Iterator[Generation]:
     """Compute a prompt over the ranks of ``group``, and keep it where it lies for ``model.generate()``.
 
@@ -439,6 +443,7 @@ def generation(
             fewer.
         num_sequences: rows that ``generate()`` makes of each: ``num_beams``, or ``num_return_sequences``.
         kernel: as in :func:`ringattn.attention`.
+        deterministic: as of :class:`ringattn.KVCache`: attention with the bits of ``sequence(deterministic=True)``.
 
     Raises:
         ValueError, TypeError, NotImplementedError: inputs or a model that cannot be exact, by name.
@@ -469,7 +474,7 @@ def generation(
         error = bad
     transport.begin("ringattn.hf.generation()", compares=True)
     transport.agree("ringattn.hf.generation()", rows, error)
-    cache = Generation(model, transport, max_new_tokens, num_sequences, kernel)
+    cache = Generation(model, transport, max_new_tokens, num_sequences, kernel, deterministic)
     _active.generations.append(cache)
     try:
         with torch.no_grad():
