@@ -73,6 +73,7 @@ TESTS = {
     "torchtitan": ["test_torchtitan"],
     "training_codes": ["test_shifted_already", "test_windows_and_tokens_before", "test_a_load_balancer"],
     "hybrids": ["test_a_layer_with_a_state"],
+    "trainer_and_sampler": ["test_trainer_and_sampler"] * 2,
     "trees": ["test_trees"],
     "trainers": ["test_lightning", "test_trainer_of_another_library"],
     "trainer": ["test_trainer", "test_sft_trainer", "test_rows_with_equal_work"],
@@ -1032,6 +1033,25 @@ def test_generation_of_transformers() -> None:
 
     for out in virtual.run(2, body):
         assert torch.equal(out, alone.generate(**inputs, max_new_tokens=256))
+
+
+def test_trainer_and_sampler() -> None:
+    """The page compares bits itself; here the sampler's are on one rank, and the trainer's on two."""
+    auto = types.SimpleNamespace(from_pretrained=lambda *_, **__: _small_llama("ringattn")[1].float())
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, VOCABULARY, (2, 140), generator=g)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    names: dict[str, Any] = dict(AutoModelForCausalLM=auto, ringattn=ringattn, name="", inputs=inputs, torch=torch)
+    exec(code_of("trainer_and_sampler", 0), names | dict(sampler=VirtualRank(0, 1)), names)
+    models = [copy.deepcopy(names["model"]) for _ in range(2)]
+
+    def body(rank: VirtualRank) -> Tensor:
+        own: dict[str, Any] = {}
+        exec(code_of("trainer_and_sampler", 1), names | dict(model=models[rank.rank], trainer=rank), own)
+        return own["new"]
+
+    log_probs = torch.cat([x.detach().flatten() for x in virtual.run(2, body)])
+    assert (log_probs < 0).sum() == 2 * 16
 
 
 @pytest.mark.long

@@ -123,6 +123,11 @@ def decode(x: Tensor) -> object:
     return ringattn.decode(x[:, :1], x[:, :1], x[:, :1], step, layer=0)
 
 
+def in_fixed_rows(x: Tensor) -> Tensor:
+    with ringattn.fixed_rows(64):
+        return F.linear(x.flatten(2), torch.eye(x.flatten(2).shape[2])).sigmoid()
+
+
 CALLS: dict[str, Callable[[Tensor], Any]] = {
     "attention": lambda x: ringattn.attention(x, x, x, KEPT.plan),
     "host_memory.attention": lambda x: host_memory.attention(x, x, x, KEPT.plan),
@@ -183,6 +188,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "KVCache": lambda x: new_cache().page_size,
     "KVCache.extend": lambda x: of_cache(lambda cache, s: extend(cache, s, x))(x),
     "decode": decode,
+    "same_bits": data(lambda p: ringattn.same_bits(p)),
+    "fixed_rows": in_fixed_rows,
     "KVCache.add": of_cache(lambda cache, s: s >= 0),
     "KVCache.lengths": of_cache(lambda cache, s: cache.lengths[s]),
     "KVCache.fork": of_cache(fork),

@@ -426,6 +426,8 @@ class KVCache:
                     passed = tokens.before(length - window) if window >= 0 else 0
                     seen = tokens.count - max(0, passed - tokens.before(sinks))
                     read[rank] += seen * layers * token.bytes
+        if self.deterministic:
+            lines.append("deterministic: a step gathers each row's keys on a rank, which is not in the time below")
         state = len(slots.lengths) * (q_heads or token.kv_heads) * (token.head_dim_v + 2) * 4
         parts = {
             f"to read {max(read) / 2**20:.1f} MiB": max(read) / costs.memory_gbs / 1e6,

@@ -1,7 +1,8 @@
 """Layers whose rows have the same bits beside any other rows: for a trainer and a sampler.
 
-A BLAS multiplies few rows by other kernels than many, and sums of a row are cut in other ways when there are few. So
-what acts on each row by itself is computed in tiles of a fixed number of rows, filled up with zeros.
+A BLAS multiplies few rows by other kernels than many, sums of a row are cut in other ways where there are few, and
+functions of single elements are others in the last vector of a tensor on the CPU. So what acts on each row by itself is
+computed in tiles of a fixed number of rows, filled up with zeros.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_OF_ROWS = {F.linear, F.layer_norm, F.rms_norm, F.silu, F.gelu, torch.sigmoid, Tensor.sigmoid}
-_PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
-_OVER_LAST = {torch.mean, torch.sum, torch.softmax, torch.log_softmax, torch.logsumexp} | {
-    Tensor.mean, Tensor.sum, Tensor.softmax, Tensor.log_softmax, Tensor.logsumexp
-}  # fmt: skip
+
+def _both(*names: str) -> set[Callable[..., Any]]:
+    return {getattr(where, name) for name in names for where in (torch, Tensor)}
+
+
+_OF_ROWS = {F.linear, F.layer_norm, F.rms_norm, F.silu, F.gelu, F.softplus}
+_OF_ROWS |= _both("sigmoid", "tanh", "exp", "rsqrt", "cos", "sin")
+_OVER_LAST = _both("mean", "sum", "softmax", "log_softmax", "logsumexp")  # of ``dim=-1``
+_PRODUCTS = _both("matmul", "mm") | {Tensor.__matmul__}  # with a matrix on the right
+_VECTOR = 64  # elements that the CPU computes at a time, at most
 
 
 class _FixedRows(TorchFunctionMode):
@@ -29,31 +35,39 @@ class _FixedRows(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        over_last = function in _OVER_LAST and dim in (-1, [-1], (-1,)) and args[0].ndim > 1
-        if function in _OF_ROWS or over_last or (function in _PRODUCTS and args[0].ndim > 1 and args[1].ndim == 2):
-            return self._in_tiles(lambda x: function(x, *args[1:], **kwargs), args[0])
-        return function(*args, **kwargs)
-
-    def _in_tiles(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        tiles = x.reshape(-1, x.shape[-1]).split(self.rows)
-        done = [function(F.pad(tile, (0, 0, 0, self.rows - len(tile))))[: len(tile)] for tile in tiles]
-        result = torch.cat(done)
+        if not args or not isinstance(args[0], Tensor) or args[0].ndim < 2 or not args[0].is_floating_point():
+            return function(*args, **kwargs)
+        over_last = function in _OVER_LAST and kwargs.get("dim", args[1] if len(args) > 1 else None) in (
+            -1,
+            [-1],
+            (-1,),
+        )
+        product = function in _PRODUCTS and len(args) > 1 and args[1].ndim == 2
+        if function not in _OF_ROWS and not over_last and not product:
+            return function(*args, **kwargs)
+        x, rows = args[0], self.rows
+        tiles = x.contiguous().view(-1, x.shape[-1]).split(rows)
+        filled = (F.pad(tile, (0, 0, 0, rows - len(tile))) for tile in tiles)
+        result = torch.cat([function(tile, *args[1:], **kwargs) for tile in filled])[: x.numel() // x.shape[-1]]
         return result.view(*x.shape[:-1], *result.shape[1:])
 
 
 @contextlib.contextmanager
 def fixed_rows(rows: int = 128) -> Iterator[None]:
-    """Compute linear layers, norms, softmax, sums and means over the last dimension in tiles of ``rows`` rows, so that
-    the bits of a row do not depend on how many rows there are. Pass the same number to all that is compared.
+    """Compute linear layers, norms, products with a matrix, softmax, sums and means over the last dimension, and
+    functions such as silu, in tiles of ``rows`` rows (all dimensions but the last): the bits of a row do not depend on
+    the others, nor on how many there are. Gradients work, without this property.
 
-    Forwards only have the same bits; gradients work. Other functions run as they are: elementwise ones, embeddings, and
-    attention, for which plans and caches have ``deterministic=True``. It is slower than one product for all rows.
+    It is for the forwards of a trainer and a sampler, with the same number for both, in eager mode; attention has
+    ``deterministic=True`` of plans and caches. It is slower than one product of all rows.
+
+    Args:
+        rows: of a tile, a multiple of 64.
 
     Raises:
-        ValueError: ``rows`` is no positive number.
+        ValueError: another number.
     """
-    if type(rows) is not int or rows < 1:
-        raise ValueError(f"rows is {rows!r}; pass a positive number of rows, such as 128")
+    if type(rows) is not int or rows < 1 or rows % _VECTOR:
+        raise ValueError(f"rows is {rows!r}; pass a positive multiple of {_VECTOR}, such as 128")
     with _FixedRows(rows):
         yield
