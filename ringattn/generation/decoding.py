@@ -27,7 +27,8 @@ from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_
 from ..memo import Handles, untraced
 from ..operators import TAGS, as_autocast, autocast_dtype, check_transforms, no_autocast
 from ..transport.group import Transport
-from . import ordered
+from .ordered import OrderedRow
+from .ordered import attend as attend_in_order
 
 HEADS = ("all", "scattered")
 _SIZES = ("batch", "new", "q_heads", "head_dim")
@@ -40,7 +41,7 @@ class LayerStep(NamedTuple):
     pool: Pool
     tables: Tables
     window: int
-    rows: tuple[ordered.OrderedRow | None, ...] | None = None
+    rows: tuple[OrderedRow | None, ...] | None = None
 
 
 class DecodingStep(Protocol):
@@ -105,7 +106,8 @@ def decode(
         score_mod: any other elementwise change of scores, as in attention(); on the eager kernel.
 
     In a cache with ``deterministic=True`` out and lse have the bits of a deterministic plan's attention of the whole
-    row: in any batch, on any number of ranks. Each row then gathers its keys, and ``kernel`` is as in attention().
+    row: in any batch, on any number of ranks. Each row then gathers its keys, no graph captures the call, and
+    ``kernel`` is as in attention().
 
     Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated: call it under
     torch.no_grad() or torch.inference_mode(). The step may be
@@ -243,7 +245,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
         with torch.no_grad(), no_autocast(q):  # the state is float32, whatever the caller's region says
             backend.write(k, v, pool, tables, call.tree)
             if rows is not None and attending is not None:
-                out, lse = ordered.attend(rows, q, pool, score, attending)
+                out, lse = attend_in_order(rows, q, pool, score, attending)
                 if heads == "scattered":
                     mine = part(q.shape[2], transport.rank, transport.world_size)
                     out, lse = out[:, :, mine].contiguous(), lse[:, mine].contiguous()

@@ -84,4 +84,4 @@ def attend(rows: Sequence[OrderedRow | None], q: Tensor, pool: Pool, score: Scor
         of_ranks = transport.all_gather(both)
         for i, row in of_rows:
             both[i] = of_ranks[row.home, i]
-    return Result(both[..., :dim_v].to(q.dtype), both[..., dim_v].transpose(1, 2).contiguous())
+    return Result(both[..., :dim_v].to(q.dtype).contiguous(), both[..., dim_v].transpose(1, 2).contiguous())
