@@ -1,5 +1,6 @@
 """Models that need more than AttentionInterface, over ranks: tables of attention classes, short convolutions, the gated
-delta rule, Mamba-2, losses that are means. scripts/models.py tries all models; here are one or two of each kind."""
+delta rule, Mamba-2, lightning attention, losses that are means. scripts/models.py tries all models; here are one or two
+of each kind."""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ CASES = {  # model types, and the batches that are tried on 1, 2 and 4 ranks
     "nemotron_h": ("packed",),
     "falcon_h1": ("packed",),
     "zamba2": ("packed",),
+    "mamba2": ("left", "packed"),
+    "minimax": ("left", "packed"),
     "kimi_linear": ("packed",),
     "bailing_hybrid": ("packed",),
 }

@@ -26,8 +26,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 NOT_TEXT = ("pixel_values", "pixel_values_videos", "input_features")
 # Layers that carry a state from token to token: a shard would start with an empty one.
 _RECURRENT = re.compile(
-    r"Mamba|SSM|Rwkv|RWKV|Delta_?Net|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|Recurrent|RgLru|Rglru|ShortConv|Retention"
-    r"|[ms]LSTM|BambaMixer|FalconH1Mixer"
+    r"^(?!.*Norm).*(Mamba|SSM|Rwkv|RWKV|Delta_?Net|DeltaAttention|(?<!Kimi)LinearAttention|LightningAttention|Recurrent"
+    r"|RgLru|Rglru|ShortConv|Retention|[ms]LSTM|BambaMixer|FalconH1Mixer)"
 )
 
 
@@ -68,7 +68,8 @@ def check_model(model: nn.Module) -> None:
             f"{name} has layers of type {', '.join(odd + recurrent)}; ringattn exchanges the keys and values of "
             f"{' and '.join(_LAYER_TYPES)} only, and such layers would see nothing of the other ranks' tokens"
         )
-    if not _goes_through_interface(model):
+    attends = not running or {*(getattr(text, "layer_types", None) or ())} != {"linear_attention"}
+    if attends and not _goes_through_interface(model):
         raise NotImplementedError(
             f"{name} computes its attention by itself, not through transformers' AttentionInterface, so "
             "attn_implementation='ringattn' does not reach its layers; use a model whose layers do, such as Llama's, "

@@ -1,5 +1,5 @@
-"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions, the gated delta rule or
-Mamba-2's scan.
+"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions, delta rules, Mamba-2's scan or
+lightning attention.
 
 Their forwards call functions of their own file, as kernels can replace them:
 
@@ -8,6 +8,8 @@ Their forwards call functions of their own file, as kernels can replace them:
     mamba2_chunk_scan               a state along the sequence, merged over ranks (ringattn.ssd)
     mamba2_split_conv1d_scan_combined   the convolution and the scan in one: not done, so that the layer calls both
 
+MiniMax's lightning attention has none: the layer's forward is replaced (ringattn.lightning_attention).
+
 Inside a sequence they run over its ranks, otherwise as before. Documents are separated, which transformers does with
 some kernels only.
 """
@@ -15,12 +17,14 @@ some kernels only.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...factory import Plan
@@ -33,7 +37,7 @@ from .versions import needed
 LAYER_TYPES = ("linear_attention", "conv", "hybrid", "mlp", "moe")  # the last two see no other token
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 _SCAN, _FUSED_SCAN = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
-_KDA = "chunk_kimi_delta_attention"
+_KDA, _FORWARD = "chunk_kimi_delta_attention", "forward"
 _DELTA_NET, _MAMBA = (_CONVOLUTION, _DELTA_RULE), (_CONVOLUTION, _SCAN, _FUSED_SCAN)
 _CACHE = "a recurrent state of a cache does not run over ranks while a model trains; pass use_cache=False"
 _LAYERS = {  # and the functions by which each mixes tokens
@@ -47,11 +51,13 @@ _LAYERS = {  # and the functions by which each mixes tokens
     "LaraMiniGatedDeltaNet": _DELTA_NET,
     "KimiLinearDeltaAttention": (_CONVOLUTION, _KDA),
     "BailingHybridDeltaAttention": (_CONVOLUTION, _KDA),
+    "Mamba2Mixer": _MAMBA,
     "BambaMixer": _MAMBA,
     "GraniteMoeHybridMambaLayer": _MAMBA,
     "NemotronHMamba2Mixer": _MAMBA,
     "FalconH1Mixer": _MAMBA,
     "Zamba2MambaMixer": _MAMBA,
+    "MiniMaxLightningAttention": (_FORWARD,),
 }
 
 
@@ -63,15 +69,15 @@ def mixers(model: nn.Module) -> list[str]:
 def runs(layer: nn.Module) -> bool:
     """Return whether the layer runs over ranks, after putting the functions of this file in the place of its own."""
     names = _LAYERS.get(type(layer).__name__, ())
-    if not names or not all(_calls(layer, name) for name in names):
+    if not names or not all(name == _FORWARD or _calls(layer, name) for name in names):
         return False
-    module: Any = sys.modules[type(layer).__module__]
     for name in names:
-        function = getattr(module, name)
+        owner: Any = type(layer) if name == _FORWARD else sys.modules[type(layer).__module__]
+        function = getattr(owner, name)
         if not hasattr(function, "ringattn_replaces"):
             replacement: Any = _REPLACEMENTS[name](function)
             replacement.ringattn_replaces = function
-            setattr(module, name, replacement)
+            setattr(owner, name, replacement)
     return True
 
 
@@ -169,12 +175,36 @@ def _not_fused(original: Callable[..., Any]) -> Callable[..., Any]:
     return mamba2_split_conv1d_scan_combined
 
 
+def _lightning(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        active = SEQUENCES.current()
+        if active is None:
+            return original(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        active.calls += 1
+        if cache is not None and not isinstance(active, States):
+            raise NotImplementedError(_CACHE)
+        qkv = self.act_fn(self.qkv_proj(hidden_states)).unflatten(2, (self.num_attention_heads, 3 * self.head_dim))
+        g = -self.slope_rate.flatten().expand(*qkv.shape[:3])
+        x = Tokens(*qkv.split(self.head_dim, 3), g, None)
+        state = None if cache is None else cache.get_linear_cache(self.layer_idx)
+        out, after = recurrence("lightning_attention()", x, active.plan, 1.0, state=state, final=cache is not None)
+        if cache is not None:
+            cache.set_linear_cache(self.layer_idx, after)
+        out = F.sigmoid(self.output_gate(hidden_states)) * self.norm(out.flatten(2))
+        return self.out_proj(out), after
+
+    return forward
+
+
 _REPLACEMENTS = {
     _CONVOLUTION: _convolution,
     _DELTA_RULE: _delta_rule,
     _KDA: _kda,
     _SCAN: _scan,
     _FUSED_SCAN: _not_fused,
+    _FORWARD: _lightning,
 }
 
 

@@ -120,5 +120,12 @@ class Carries:
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Tensor:
         return self.linear.of(layer_idx).update_recurrent_state(recurrent_states)  # type: ignore[no-any-return]
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return a layer's state: as MiniMax's own cache calls :meth:`get_recurrent_state`."""
+        return self.linear.of(layer_idx).recurrent_states[0]  # type: ignore[no-any-return]
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.linear.of(layer_idx).update_recurrent_state(linear_cache)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

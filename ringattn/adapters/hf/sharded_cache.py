@@ -237,6 +237,11 @@ class Generation(Carries, _Base):
         name = type(self.model).__name__
         self.model.base_model(input_ids=input_ids[:1, -1:], use_cache=True, **{_CACHE: self})
         layers = self._probed
+        if not layers and self.linear.layers:
+            raise NotImplementedError(
+                f"{name} has no layer that attends, so there are no keys and values to keep over ranks; generate() in "
+                "one process, after model.set_attn_implementation('eager')"
+            )
         if not layers:
             raise RuntimeError(f"{name} has run without calling ringattn: its layers ignore attn_implementation")
         self._numbers = {layer: i for i, layer in enumerate(sorted(layers))}
@@ -475,6 +480,9 @@ def generation(
     transport.begin("ringattn.hf.generation()", compares=True)
     transport.agree("ringattn.hf.generation()", rows, error)
     cache = Generation(model, transport, max_new_tokens, num_sequences, kernel, deterministic)
+    if (own := found(type(cache.model).__module__, "MiniMaxCache")) is not None:  # the only one that its model takes
+        cache.linear_cache = []
+        cache.__class__ = type("Generation", (Generation, own), {})
     _active.generations.append(cache)
     try:
         with torch.no_grad():
