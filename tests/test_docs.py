@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from test_gathered import test_biases as run_biases  # noqa: F401
 from test_gathered import test_dsa as run_dsa  # noqa: F401
 from test_gathered import test_moba as run_moba  # noqa: F401
+from test_gathered import test_nsa as run_nsa  # noqa: F401
 from torch import Tensor, nn
 
 import ringattn
@@ -64,6 +65,7 @@ TESTS = {
     "longest": ["test_the_longest_rows", *["test_the_longest_rows_of_a_model_of_ones_own"] * 2],
     "losses": ["test_losses"],
     "masks": ["test_masks"],
+    "nsa": ["run_nsa"] * 3,
     "parallelism": ["test_tensor_parallelism", "test_pipeline"],
     "planner": ["test_planner_page", "test_a_plan_of_gpus_on_a_laptop"],
     "preferences": ["test_trl_of_rows", "test_preferences", "test_rewards"],

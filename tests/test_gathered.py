@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -252,6 +253,55 @@ def test_moba() -> None:
     check_page(dict(causal=True), lambda plan, q, k, v: moba(q, k, v, plan, 3, 2), *whole)
     dense = lambda plan, q, k, v: moba(q, k, v, plan, 3, SEQ)  # noqa: E731
     check_dense(dense, lambda q, k, v: softmax_over(q * DIM**-0.5, k, v, LOWER), *whole)
+
+
+def nsa_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, weight: Tensor, documents: Tensor, top: int, window: int
+) -> Tensor:
+    """Native sparse attention, query by query: (batch, tokens, kv heads, group, dim), zero for padding."""
+    out, size = torch.zeros_like(q), weight.shape[1]
+    for t in range(SEQ):
+        first = int((documents == documents[t]).nonzero()[0])
+        for b, h in itertools.product(range(q.shape[0]), range(q.shape[2]) if documents[t] >= 0 else ()):
+
+            def read(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+                p = (q[b, t, h] @ x.T * q.shape[-1] ** -0.5).softmax(-1)  # noqa: B023
+                return p @ y, p
+
+            kept = [torch.arange(max(first, t - window + 1), t + 1)]
+            own = (t - first) // size
+            whole = [range(first + i * size, first + (i + 1) * size) for i in range((t - first + 1) // size)]
+            short = [torch.stack([w @ x[b, r, h] for r in whole]) for x, w in zip((k, v), weight, strict=True) if whole]
+            compressed, p = read(*short) if whole else (torch.zeros(()), torch.zeros(1, 0))
+            best = p.sum(0)[:own].sort(descending=True).indices[:top].tolist()
+            starts = [first + i * size for i in (*best, own)]
+            kept.append(torch.cat([torch.arange(i, min(i + size, t + 1)) for i in starts]))
+            parts = [compressed, *(read(k[b, i, h], v[b, i, h])[0] for i in kept[::-1])]
+            out[b, t, h] = sum(g[:, None] * x for g, x in zip(gate[b, t, h].unbind(-1), parts, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nsa(packed: bool) -> None:
+    nsa, weight = page("nsa")["nsa"], values(2, 3, seed=5)
+    documents = DOCUMENTS[0] if packed else torch.zeros(SEQ, dtype=torch.long)
+    shapes = (2, SEQ, 2, 2, DIM), (2, SEQ, 2, DIM), (2, SEQ, 2, DIM), (2, SEQ, 2, 2, 3)
+    whole = [values(*shape, seed=i) for i, shape in enumerate(shapes)]
+    leaves = [x.clone().requires_grad_() for x in (*whole, weight)]
+    want = nsa_by_definition(*leaves, documents, 2, 4)
+    want.backward(values(*want.shape, seed=9))
+
+    def rank(group: virtual.VirtualRank, layout: str) -> list[Tensor]:
+        plan = ringattn.plan(SEQ, group, causal=True, documents=documents[None], layout=layout)
+        local, learned = [plan.shard(x).requires_grad_() for x in whole], weight.clone().requires_grad_()
+        out = nsa(*local, learned, plan, 2, 4)
+        out.backward(plan.shard(values(*want.shape, seed=9)))
+        assert learned.grad is not None
+        plan.transport.all_reduce(learned.grad, "sum")
+        return [*(plan.unshard(x) for x in (out.detach(), *(x.grad for x in local))), learned.grad]
+
+    for size, layout in [(1, "zigzag"), *itertools.product((2, 3, 4), LAYOUTS)]:
+        check(virtual.run(size, lambda group: rank(group, layout)), [want.detach(), *(x.grad for x in leaves)])  # noqa: B023
 
 
 @pytest.mark.parametrize("causal", [True, False])

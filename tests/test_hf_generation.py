@@ -187,7 +187,10 @@ def test_refusals() -> None:
         hybrid.generate(**repeated, past_key_values=cache, **draft)
     assert "forget tokens" in str(no.value)
     states = build("mamba2", "ringattn").eval()
-    with pytest.raises(NotImplementedError, match="no layer that attends"), ringattn.hf.generation(states, repeated, rank):
+    with (
+        pytest.raises(NotImplementedError, match="no layer that attends"),
+        ringattn.hf.generation(states, repeated, rank),
+    ):
         pass
     long = dict(max_new_tokens=500, do_sample=False, eos_token_id=None)
     short = ringattn.hf.generation(model, prompt(1, 20), rank, max_new_tokens=1)

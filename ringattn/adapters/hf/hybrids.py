@@ -1,5 +1,5 @@
-"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions, delta rules, Mamba-2's scan or
-lightning attention.
+"""Hybrid models over ranks: layers of transformers that mix tokens by short convolutions, delta rules, Mamba-2's scan
+or lightning attention.
 
 Their forwards call functions of their own file, as kernels can replace them:
 
