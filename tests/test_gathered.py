@@ -66,6 +66,8 @@ def test_any_mask_and_layout(name: str, layout: str) -> None:
     """Values and gradients, hierarchical and flat, in waves and at once; integers, bools and places come along."""
     whole = [values(2, SEQ, HEADS, DIM, seed=i) for i in range(3)]
     dense = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), **MASKS[name]()).mask.dense()
+    ids = MASKS[name]().get("documents", torch.zeros(1, SEQ, dtype=torch.long)).tolist()
+    begins = torch.tensor([[row.index(x) if x >= 0 else -1 for x in row] for row in ids])
 
     def body(plan: ringattn.Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         at = plan.positions_k
@@ -73,6 +75,7 @@ def test_any_mask_and_layout(name: str, layout: str) -> None:
         assert torch.equal(part.tensors[0][0], part.positions)
         assert torch.equal(part.tensors[1][0], part.positions % 3 == 0)
         assert part.tensors[1].dtype == torch.bool
+        assert torch.equal(part.documents, begins[:, part.positions])
         assert torch.equal(part.mask, dense[:, plan.positions][:, :, part.positions])
         if plan.layout != "striped":
             assert part.mask.flatten(0, 1).any(0).all(), "only what is visible"

@@ -24,7 +24,7 @@ from ringattn import virtual
 from ringattn.tokens import linear, linear_kernels, states
 from ringattn.training.batch import begins
 
-SEQ, BATCH, HEADS, GROUPS, KEYS, VALUES = 150, 2, 2, 1, 3, 2
+SEQ, BATCH, HEADS, GROUPS, KEYS, VALUES = 150, 2, 4, 2, 3, 2
 DOCUMENTS = {
     "one": None,
     "packed": torch.arange(5).repeat_interleave(torch.tensor([70, 1, 3, 66, 10]))[None],
@@ -44,11 +44,13 @@ def tensors(layer: str) -> dict[str, Tensor]:
     g = -F.softplus(randn(BATCH, SEQ, HEADS, KEYS, seed=5)) / 4
     if layer == "ssd":
         parameters = dict(
-            A=torch.tensor([-0.9, -0.2], dtype=torch.float64), D=randn(HEADS, seed=6), dt_bias=randn(HEADS, seed=7)
+            A=torch.tensor([-0.9, -0.2, -0.5, -0.1], dtype=torch.float64),
+            D=randn(HEADS, seed=6),
+            dt_bias=randn(HEADS, seed=7),
         )
         return dict(x=v, dt=dt, B=k, C=q, **parameters)
     if layer == "lightning_attention":
-        return dict(q=q, k=k, v=v, g_gamma=torch.tensor([-0.3, -0.02], dtype=torch.float64))
+        return dict(q=q, k=k, v=v, g_gamma=torch.tensor([-0.3, -0.02, -0.1, -1.0], dtype=torch.float64))
     return dict(q=q, k=k, v=v, g=g if layer == "kda" else g[..., 0], beta=dt.sigmoid())
 
 
@@ -340,5 +342,5 @@ def test_strong_decays_neither_overflow_nor_lose_what_is_left() -> None:
     x["g"] = torch.full_like(x["g"], -50.0)
     got = gradients(lambda y: ringattn.kda(**y, plan=plan), x, torch.ones(BATCH, SEQ, HEADS, VALUES))
     assert all(y.isfinite().all() for y in got.values())
-    own = (x["q"] * x["k"]).sum(-1).repeat_interleave(HEADS, 2) * x["beta"] / math.sqrt(KEYS)
+    own = (x["q"] * x["k"]).sum(-1).repeat_interleave(HEADS // GROUPS, 2) * x["beta"] / math.sqrt(KEYS)
     torch.testing.assert_close(got["out"], own[..., None] * x["v"])

@@ -8,6 +8,7 @@ of a wider state, since the recurrence treats columns of v and S alike:
     v = (v, 0), S before it = (0, I)   ->   out = (out of no state, reads), S after it = (b, a)
 
 so that one call gives all, exactly, and torch has its gradients. Where decays alone act on a state, both are products.
+mamba-ssm's scan is not used: its states of several segments (``return_varlen_states``) have no backward.
 
 With long documents that is most of the tokens. There, and where ranks hold one row in equal parts, the kernels of the
 delta rules exchange states by themselves, in ``cp_context``: they compose the effect of a stretch in a pass of its own.
