@@ -186,8 +186,8 @@ def _lightning(original: Callable[..., Any]) -> Callable[..., Any]:
         if cache is not None and not isinstance(active, States):
             raise NotImplementedError(_CACHE)
         qkv = self.act_fn(self.qkv_proj(hidden_states)).unflatten(2, (self.num_attention_heads, 3 * self.head_dim))
-        g = -self.slope_rate.flatten().expand(*qkv.shape[:3])
-        x = Tokens(*qkv.split(self.head_dim, 3), g, None)
+        q, k, v = qkv.split(self.head_dim, 3)
+        x = Tokens(q, k, v, -self.slope_rate.flatten().expand(*qkv.shape[:3]), None)
         state = None if cache is None else cache.get_linear_cache(self.layer_idx)
         out, after = recurrence("lightning_attention()", x, active.plan, 1.0, state=state, final=cache is not None)
         if cache is not None:
