@@ -22,7 +22,7 @@ from ringattn import Plan
 from ringattn import mask as masks
 from ringattn.layouts import balance, needs
 from ringattn.layouts import shards as layout
-from ringattn.layouts.documents import TILE, tiles_of, tiles_of_each
+from ringattn.layouts.documents import TILE, joined, tiles_of, tiles_of_each
 from ringattn.layouts.loads import Loads
 from ringattn.layouts.pairwise import Pairwise
 from ringattn.mask import Mask
@@ -357,6 +357,15 @@ def test_hosts_divide_any_mask_into_equal_numbers_of_tokens(
     assert sorted(itertools.chain(*held(shards))) == list(range(mask.seq_len))
     counts = [layout.length(shard) for shard in shards]
     assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(("ranks", "local_size"), [(4, 1), (8, 1), (16, 2)])
+def test_hosts_divide_documents_of_all_lengths_so_that_every_token_has_one_rank(ranks: int, local_size: int) -> None:
+    """A host's tokens have gaps, so that two runs of one rank may follow each other: it is no pair of two ranks."""
+    for name, seed in itertools.product(LENGTHS, range(8)):
+        shards = layout.balanced(document_mask(bounds(name, 2048 * ranks, seed)), ranks, local_size)
+        assert joined(itertools.chain(*shards)) == [range(2048 * ranks)], (name, seed)
+        assert {layout.length(shard) for shard in shards} == {2048}
 
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(8, 4), (16, 8), (16, 4)])

@@ -95,6 +95,7 @@ class Pairwise:
         pairs = np.minimum(ranks[:-1], ranks[1:]), np.maximum(ranks[:-1], ranks[1:])
         fetched = np.zeros((len(self.shards),) * 2, np.int64)
         np.add.at(fetched, pairs, start - self.bounds[np.searchsorted(self.bounds, start, side="right") - 1])
+        np.fill_diagonal(fetched, 0)  # a host's tokens have gaps: a rank may follow itself
         a, b = np.nonzero(fetched * SHARED >= max(1, self.tokens))
         order = (-fetched[a, b]).argsort(kind="stable")
         return list(zip(a[order].tolist(), b[order].tolist(), strict=True))
