@@ -128,9 +128,10 @@ class _End:
     """The parts at one end of a row, and sums of what is in them: ``tokens[i]`` in the first i of them."""
 
     def __init__(self, row: _Row, parts: Iterable[_Part], limit: int, tail: bool) -> None:
-        self.row, self.tail = row, tail
+        self.row, self.tail, self.between = row, tail, row.work.between
         self.parts: list[_Part] = []
         self.tokens = [0]
+        self.amounts: dict[tuple[int, int], tuple[int, int]] = {}
         total = 0
         for part in parts:
             if total >= limit:
@@ -147,8 +148,8 @@ class _End:
 
     def piece(self, index: int, tokens: int) -> range:
         """Return the first ``tokens`` tokens of a part, seen from this end."""
-        _, start, stop, *_ = self.parts[index]
-        return range(max(start, stop - tokens), stop) if self.tail else range(start, min(stop, start + tokens))
+        part = self.parts[index]
+        return range(part.stop - tokens, part.stop) if self.tail else range(part.start, part.start + tokens)
 
     def pairs_of(self, tokens: int, skip: int = 0) -> int:
         """Return the pairs of ``tokens`` tokens after the first ``skip`` parts."""
@@ -159,28 +160,30 @@ class _End:
             return 0
         if past == sums[last + 1]:
             return pairs[last + 1] - pairs[skip]
-        inside = past - sums[last]
-        _, start, stop, *_ = self.parts[last]
-        start, stop = (stop - inside, stop) if self.tail else (start, start + inside)
-        return pairs[last] - pairs[skip] + self.row.work.between(start, stop)
+        part, inside = self.parts[last], past - sums[last]
+        start = part.stop - inside if self.tail else part.start
+        return pairs[last] - pairs[skip] + self.between(start, start + inside)
 
     def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
         """Return the tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched because
         the last part is cut."""
-        if not tokens:
-            return 0, 0
-        past = self.tokens[skip] + tokens
-        last = self.count(past) - 1
-        if past == self.tokens[last + 1]:
-            return self.tiles[last + 1] - self.tiles[skip], 0
-        piece = self.piece(last, past - self.tokens[last])
-        tiles, first = self.row.amount(piece)
-        return self.tiles[last] - self.tiles[skip] + tiles, first if self.tail else len(piece)
+        known = self.amounts.get((tokens, skip))
+        if known is None:
+            whole, cut = self.split(tokens, skip)
+            tiles, fetched = self.tiles[whole] - self.tiles[skip], 0
+            for _, piece in cut:
+                more, first = self.row.amount(piece)
+                tiles, fetched = tiles + more, first if self.tail else len(piece)
+            known = self.amounts[tokens, skip] = tiles, fetched
+        return known
 
-    def take(self, tokens: int, skip: int = 0) -> list[tuple[_Part, range]]:
-        """Return the pieces that make up ``tokens`` tokens after the first ``skip`` parts, and their parts."""
+    def split(self, tokens: int, skip: int = 0) -> tuple[int, list[tuple[_Part, range]]]:
+        """Return up to which part ``tokens`` tokens after the first ``skip`` parts are whole parts, and the part and
+        the piece of it that they end with, if any."""
         past = self.tokens[skip] + tokens
-        return [(self.parts[i], self.piece(i, past - self.tokens[i])) for i in range(skip, self.count(past))]
+        whole = bisect_right(self.tokens, past) - 1
+        rest = past - self.tokens[whole]
+        return whole, [(self.parts[whole], self.piece(whole, rest))] if rest else []
 
 
 class _Row:
@@ -208,7 +211,8 @@ class _Row:
         pairs, length = work.before_all(stop) - work.before_all(start), stop - start
         density = pairs // length * 1024 + pairs % length * 1024 // length
         columns = density, start, stop, pairs, TILE * tiles_of_each(start, stop, bounds), start - begin + 1, last
-        return sorted(map(_Part, *(column.tolist() for column in columns)))
+        order = np.lexsort((start, density))
+        return list(map(_Part, *(column[order].tolist() for column in columns)))
 
     def _part(self, run: range) -> _Part:
         work, start, stop = self.work, run.start, run.stop
@@ -258,30 +262,37 @@ class _Row:
             self.parts = self._sorted(blocks)
             self.tiles_left = sum(part.tiles for part in self.parts)
             return self.peel(tokens, ranks)
-        pieces = _Search(self, heavy, light, tokens, ranks).best()
-        self._remove(pieces)
-        return [piece for _, piece in pieces]
+        return self._remove(heavy, light, _Search(self, heavy, light, tokens, ranks).best())
 
-    def _remove(self, pieces: list[tuple[_Part, range]]) -> None:
-        left: dict[int, list[range]] = {}  # of each part, by its beginning
-        for part, piece in pieces:
-            _, start, stop, pairs, tiles, *_ = part
-            if start not in left:
-                del self.parts[bisect_left(self.parts, part)]
-                self.pairs_left -= pairs
-                self.tiles_left -= tiles
-            if len(piece) == stop - start:
-                left[start] = []
-                continue
-            rests = left.get(start, [range(start, stop)])
+    def _remove(self, heavy: _End, light: _End, choice: _Choice) -> list[range]:
+        """Remove and return the pieces of a choice."""
+        t, lightest, skip, window, lower, of = choice
+        parts, pieces = self.parts, list[range]()
+        cuts = [(of, lower)] if of else []
+        for end, tokens, first in ((heavy, t, 0), (light, window, skip), (light, lightest, 0)):
+            past, cut = end.split(tokens, first)
+            cuts += cut
+            self.pairs_left -= end.pairs[past] - end.pairs[first]
+            self.tiles_left -= end.tiles[past] - end.tiles[first]
+            whole = slice(len(parts) - past, None) if end.tail else slice(first, past)
+            pieces += [range(part.start, part.stop) for part in parts[whole]]
+            del parts[whole]
+        left: dict[_Part, list[range]] = {}  # of parts that are cut
+        for part, piece in cuts:
+            rests = left.get(part, [range(part.start, part.stop)])
             halves = [
                 (range(r.start, min(r.stop, piece.start)), range(max(r.start, piece.stop), r.stop)) for r in rests
             ]
-            left[start] = [rest for rest in itertools.chain(*halves) if rest]
-        for rest in map(self._part, itertools.chain.from_iterable(left.values())):
-            insort(self.parts, rest)
-            self.pairs_left += rest.pairs
-            self.tiles_left += rest.tiles
+            left[part] = [rest for rest in itertools.chain(*halves) if rest]
+        for part, rests in left.items():
+            del parts[bisect_left(parts, part)]
+            self.pairs_left -= part.pairs
+            self.tiles_left -= part.tiles
+            for rest in map(self._part, rests):
+                insort(parts, rest)
+                self.pairs_left += rest.pairs
+                self.tiles_left += rest.tiles
+        return pieces + [piece for _, piece in cuts]
 
 
 class _Choice(NamedTuple):
@@ -316,11 +327,11 @@ class _Search:
         self.row, self.heavy, self.light, self.tokens, self.ranks = row, heavy, light, tokens, ranks
         self.pairs, self.tiles = row.pairs_left // ranks, row.tiles_left // ranks
 
-    def best(self) -> list[tuple[_Part, range]]:
-        """Return the best pieces, and their parts."""
+    def best(self) -> _Choice:
+        """Return the best choice."""
         heavy, light, tokens, target = self.heavy, self.light, self.tokens, self.pairs
         if abs(heavy.pairs_of(tokens) - target) <= target // FLAT:
-            return heavy.take(tokens)
+            return _Choice(tokens, 0)
         low, high = 0, tokens
         while high - low > tokens >> 11:  # more precisely than by pairs that choices differ by anyway
             t = (low + high) // 2
@@ -345,7 +356,7 @@ class _Search:
             best = min(costs, key=itemgetter(0), default=best)
             if best and (many or best.uneven <= self.row.even):
                 break
-        return self._take(best.choice if best else _Choice(low, tokens - low))
+        return best.choice if best else _Choice(low, tokens - low)
 
     def _choices(self, low: int, wide: int, plain: bool) -> Iterator[tuple[int, _Choice]]:
         """Yield choices and by how many pairs they differ from the mean.
@@ -441,9 +452,8 @@ class _Search:
         t, light, skip, window, lower, part = choice
         tiles, fetched = self.heavy.amount(t)
         for tokens, after in ((light, 0), (window, skip)):
-            if tokens:
-                more, keys = self.light.amount(tokens, after)
-                tiles, fetched = tiles + more, fetched + keys
+            more, keys = self.light.amount(tokens, after)
+            tiles, fetched = tiles + more, fetched + keys
         if part:
             more, first = self.row.amount(lower)
             tiles += more
@@ -457,8 +467,3 @@ class _Search:
     def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
         return _Cost(uneven * uneven + FETCH * self.row.ranks * fetched, uneven, fetched, choice)
-
-    def _take(self, choice: _Choice) -> list[tuple[_Part, range]]:
-        t, light, skip, window, lower, part = choice
-        pieces = [*self.heavy.take(t), *self.light.take(light), *self.light.take(window, skip)]
-        return [*pieces, (part, lower)] if part else pieces

@@ -13,14 +13,13 @@ has many more than the mean.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ..masks.intervals import table
 from ..masks.pairs import Work
-from .documents import joined, tiles_of, tiles_of_each
+from .documents import joined, tiles_of_each
 
 SHARED = 16  # ranks are paired that share documents with a cut after a rank's tokens over this, or more
 ROUNDS = 4  # times that all of these are, at most
@@ -47,6 +46,7 @@ class Pairwise:
     Attributes:
         shards: runs of each rank, growing.
         tiles: of each rank; ``mean``: on average.
+        fetched: keys that each rank fetches, and the price of its runs.
         costs: of each rank, in tokens to fetch.
         in_vain: two ranks, with their costs, that kept their pieces.
     """
@@ -56,10 +56,7 @@ class Pairwise:
         self.shards = [joined(pieces) for pieces in shards]
         self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
         self.bounds = np.array(work.cuts)
-        ranks, start, stop, _ = table(self.shards)
-        self.tiles = [0] * len(shards)
-        for rank, tiles in zip(ranks.tolist(), tiles_of_each(start, stop, self.bounds).tolist(), strict=True):
-            self.tiles[rank] += tiles
+        self.tiles, self.fetched = self._measured(self.shards)
         self.mean = max(1, sum(self.tiles) // len(shards))
         self.in_vain = set[tuple[int, int, int, int]]()
 
@@ -85,7 +82,7 @@ class Pairwise:
 
     def _set_price(self, price: int) -> None:
         self.price = price
-        self.costs = [self._cost(runs, tiles) for runs, tiles in zip(self.shards, self.tiles, strict=True)]
+        self.costs = list(map(self._cost, self.tiles, self.fetched))
 
     def _sharing(self) -> list[tuple[int, int]]:
         """Return ranks with neighbouring parts of documents, those first that fetch most because of that."""
@@ -107,22 +104,30 @@ class Pairwise:
         if len(old[0]) + len(old[1]) > RUNS or state in self.in_vain:
             return False
         new = [joined(pieces) for pieces in self.divide([*old[0], *old[1]], [sum(map(len, runs)) for runs in old])]
-        tiles = [tiles_of(runs, self.work.cuts, causal=True) for runs in new]
-        costs = [self._cost(*rank) for rank in zip(new, tiles, strict=True)]
+        tiles, fetched = self._measured(new)
+        costs = list(map(self._cost, tiles, fetched))
         before, after = (max(sum(map(of, runs)) for runs in both) for both in (old, new))
         gain = self.costs[a] + self.costs[b] - sum(costs)
         if gain * GAIN <= self.tokens or after > max(self.max_pairs, before):
             self.in_vain.add(state)
             return False
         for index, rank in enumerate((a, b)):
-            self.shards[rank], self.tiles[rank], self.costs[rank] = new[index], tiles[index], costs[index]
+            self.shards[rank], self.tiles[rank] = new[index], tiles[index]
+            self.fetched[rank], self.costs[rank] = fetched[index], costs[index]
         return True
 
-    def _cost(self, runs: Sequence[range], tiles: int) -> int:
-        """Return the keys that a rank fetches, and the price of its runs and of its tiles above the mean."""
-        cuts, fetched, held = self.work.cuts, 0, 0
-        for run in runs:
-            fetched += run.start - max(cuts[bisect_right(cuts, run.start) - 1], held)
-            held = run.stop
+    def _measured(self, shards: Sequence[Sequence[range]]) -> tuple[list[int], list[int]]:
+        """Return the tiles of each rank, and the keys that it fetches and the price of its runs."""
+        ranks, start, stop, _ = table(shards)
+        held = np.append(0, np.where(ranks[1:] == ranks[:-1], stop[:-1], 0))[: len(start)]  # up to the run before
+        begin = self.bounds[np.searchsorted(self.bounds, start, side="right") - 1]
+        sums = np.zeros((2, len(shards)), np.int64)
+        runs = np.stack([tiles_of_each(start, stop, self.bounds), start - np.maximum(begin, held) + RUN])
+        np.add.at(sums, (slice(None), ranks), runs)
+        tiles, fetched = sums.tolist()
+        return tiles, fetched
+
+    def _cost(self, tiles: int, fetched: int) -> int:
+        """Return the cost of a rank: that of its keys and runs, and the price of its tiles above the mean."""
         above = max(0, 1000 * tiles - (1000 + UNEVEN) * self.mean)
-        return fetched + RUN * len(runs) + self.price * self.tokens * above // (1000 * self.mean)
+        return fetched + self.price * self.tokens * above // (1000 * self.mean)

@@ -216,7 +216,7 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str) -> list[_Pass]:
     schedule = p.ring if dataflow == "ring" else p.reduce
     n, count = schedule.world_size, len(schedule.displacements)
     slots = count + (count > 1)
-    holders = np.array((*schedule.holders, range(n)))  # of every owner's shard
+    holders = np.concatenate([schedule.holders, [range(n)]])  # of every owner's shard
     owners = holders.argsort(1)  # of the shard that every rank has
     # Hop t leads from step t to the next one; the last one leads home: where it brings what a rank has, and from where
     # what it then has came.
@@ -256,7 +256,7 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str) -> list[_Pass]:
         works[:count, i] = work[ranks, owners]
     rows, begin = np.where(works > 0, rows, idle), np.zeros((2, n))
     for t in range(slots):
-        start = np.maximum(begin, begin.ravel()[peers[t]].max(1))  # when its peers are at this step, too
+        start = np.maximum(begin, begin.take(peers[t]).max(1))  # when its peers are at this step, too
         arrived, done = start + links[t], begin + works[t]
         overlap = np.maximum(np.minimum(done, arrived) - start, 0.0)
         end = np.maximum(done, arrived) + costs.contention * overlap + rows[t]
