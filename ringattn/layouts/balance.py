@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -113,6 +113,7 @@ class _Part(NamedTuple):
         pairs, tiles: visible pairs, and 128ths of tiles that a kernel computes; those of other masks than causal
             documents are an estimate.
         first, last: pairs of its first and of its most expensive query.
+        before: pairs of all queries before it.
     """
 
     density: int
@@ -122,23 +123,24 @@ class _Part(NamedTuple):
     tiles: int
     first: int
     last: int
+    before: int
 
 
 class _End:
     """The parts at one end of a row, and sums of what is in them: ``tokens[i]`` in the first i of them."""
 
-    def __init__(self, row: _Row, parts: Iterable[_Part], limit: int, tail: bool) -> None:
-        self.row, self.tail, self.between = row, tail, row.work.between
-        self.parts: list[_Part] = []
-        self.tokens = [0]
+    def __init__(self, row: _Row, limit: int, tail: bool) -> None:
+        """``limit``: tokens that they have at least, if the row has as many."""
+        self.row, self.tail, self.before = row, tail, row.work.before
         self.amounts: dict[tuple[int, int], tuple[int, int]] = {}
-        total = 0
-        for part in parts:
+        total, tokens = 0, [0]
+        for part in reversed(row.parts) if tail else row.parts:
             if total >= limit:
                 break
-            self.parts.append(part)
             total += part.stop - part.start
-            self.tokens.append(total)
+            tokens.append(total)
+        self.tokens, count = tokens, len(tokens) - 1
+        self.parts = row.parts[: -count - 1 : -1] if tail else row.parts[:count]
         self.pairs = [0, *itertools.accumulate([part.pairs for part in self.parts])]
         self.tiles = [0, *itertools.accumulate([part.tiles for part in self.parts])]
 
@@ -161,8 +163,9 @@ class _End:
         if past == sums[last + 1]:
             return pairs[last + 1] - pairs[skip]
         part, inside = self.parts[last], past - sums[last]
-        start = part.stop - inside if self.tail else part.start
-        return pairs[last] - pairs[skip] + self.between(start, start + inside)
+        if self.tail:
+            return pairs[last + 1] - pairs[skip] - self.before(part.stop - inside) + part.before
+        return pairs[last] - pairs[skip] + self.before(part.start + inside) - part.before
 
     def amount(self, tokens: int, skip: int = 0) -> tuple[int, int]:
         """Return the tiles of ``tokens`` tokens after the first ``skip`` parts, and the keys that are fetched because
@@ -208,9 +211,11 @@ class _Row:
         last = stop - bounds[np.searchsorted(bounds, stop - 1, side="right") - 1]
         longer = (past < stop) & (past - begin >= LONG)
         last = np.where(longer, np.maximum(last, past - begin), last)
-        pairs, length = work.before_all(stop) - work.before_all(start), stop - start
+        before, length = work.before_all(start), stop - start
+        pairs = work.before_all(stop) - before
         density = pairs // length * 1024 + pairs % length * 1024 // length
-        columns = density, start, stop, pairs, TILE * tiles_of_each(start, stop, bounds), start - begin + 1, last
+        tiles = TILE * tiles_of_each(start, stop, bounds)
+        columns = density, start, stop, pairs, tiles, start - begin + 1, last, before
         order = np.lexsort((start, density))
         return list(map(_Part, *(column[order].tolist() for column in columns)))
 
@@ -228,7 +233,7 @@ class _Row:
             # The last tile is not full, or a tile begins in one document and ends in another.
             waste = last * (count * TILE - len(run)) // TILE if past >= stop else TILE * count * work.rows
             tiles = TILE * count * work.rows + pairs // TILE + (last - first) // 2 + waste
-        return _Part(pairs * 1024 // len(run), start, stop, pairs, tiles, first, last)
+        return _Part(pairs * 1024 // len(run), start, stop, pairs, tiles, first, last, work.before(start))
 
     def amount(self, run: range) -> tuple[int, int]:
         """Return the tiles of a piece, and the pairs of its first query."""
@@ -251,8 +256,7 @@ class _Row:
         if ranks == 1:
             return [range(part.start, part.stop) for part in self.parts]
         target = self.pairs_left // ranks
-        heavy = _End(self, reversed(self.parts), tokens, True)
-        light = _End(self, self.parts, REACH * tokens, False)
+        heavy, light = _End(self, tokens, True), _End(self, REACH * tokens, False)
         near = target // UNEVEN
         if not self.blocks and not light.pairs_of(tokens) - near <= target <= heavy.pairs_of(tokens) + near:
             # The work inside the parts rises and falls, as in rows of a batch that differ: take it block by block.

@@ -115,18 +115,7 @@ class Work:
 
     def of(self, run: range) -> int:
         """Return the visible pairs of a run of neighbouring queries."""
-        return self.between(run.start, run.stop)
-
-    def between(self, start: int, stop: int) -> int:
-        """Return the visible pairs of the queries from ``start`` on and before ``stop``."""
-        edges = self._edges
-        k = bisect_right(edges, start) - 1
-        slope, edge = self._slope[k], edges[k]
-        m = start - edge
-        if stop <= edges[k + 1]:
-            n = stop - start
-            return n * (self._first[k] + slope * m) + slope * (n * (n - 1) // 2)
-        return self.before(stop) - self._sums[k] - m * self._first[k] - slope * (m * (m - 1) // 2)
+        return self.before(run.stop) - self.before(run.start)
 
 
 _works: Memo[Work] = Memo(8)
