@@ -220,10 +220,9 @@ def _combine(
         mask.check()
     packed = None if cu_seqlens is None else masks.packed(cu_seqlens, seq_len, cu_seqlens_k, keys)
     rows = None if documents is None else masks.documents(documents, seq_len)
-    own = masks.full(seq_len, keys)
-    for part in (packed, rows):
-        own = own if part is None else (own & part).members[0]
-    whole: Mask = masks.window(seq_len, left, right, keys) & own
+    own = masks.full(seq_len, keys) if packed is None else packed
+    own = own if rows is None else (own & rows).members[0]
+    whole: Mask = own if (left, right) == (-1, -1) else masks.window(seq_len, left, right, keys) & own
     if cu_seqlens is not None and cu_seqlens_k is not None:
         near = (left, right if not causal else 0)
         whole = masks.packed(cu_seqlens, seq_len, cu_seqlens_k, keys, window_size=near)

@@ -27,10 +27,10 @@ All arithmetic is in integers, so that every rank finds the same shards without 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,16 +133,15 @@ class _End:
         """``limit``: tokens that they have at least, if the row has as many."""
         self.row, self.tail, self.before = row, tail, row.work.before
         self.amounts: dict[tuple[int, int], tuple[int, int]] = {}
-        total, tokens = 0, [0]
-        for part in reversed(row.parts) if tail else row.parts:
+        self.tokens = tokens = [0]
+        for total in itertools.accumulate(reversed(row.sizes) if tail else row.sizes):
+            tokens.append(total)
             if total >= limit:
                 break
-            total += part.stop - part.start
-            tokens.append(total)
-        self.tokens, count = tokens, len(tokens) - 1
-        self.parts = row.parts[: -count - 1 : -1] if tail else row.parts[:count]
-        self.pairs = [0, *itertools.accumulate([part.pairs for part in self.parts])]
-        self.tiles = [0, *itertools.accumulate([part.tiles for part in self.parts])]
+        some = slice(None, -len(tokens), -1) if tail else slice(len(tokens) - 1)
+        self.parts = row.parts[some]
+        self.pairs = [0, *itertools.accumulate(row.pairs[some])]
+        self.tiles = [0, *itertools.accumulate(row.tiles[some])]
 
     def count(self, tokens: int) -> int:
         """Return how many parts the first ``tokens`` tokens touch."""
@@ -195,9 +194,12 @@ class _Row:
     def __init__(self, work: Work, parts: list[range], ranks: int = 1, even: int = EVEN) -> None:
         """``ranks``: that share what is peeled; ``even``: per mille of tiles above or below the mean that are even."""
         self.work, self.ranks, self.even, self.blocks = work, ranks, even, False
-        self.parts = self._sorted(parts)
-        self.pairs_left = sum(part.pairs for part in self.parts)
-        self.tiles_left = sum(part.tiles for part in self.parts)
+        self._set(self._sorted(parts))
+
+    def _set(self, parts: list[_Part]) -> None:
+        self.parts, self.sizes = parts, [part.stop - part.start for part in parts]
+        self.pairs, self.tiles = [part.pairs for part in parts], [part.tiles for part in parts]
+        self.pairs_left, self.tiles_left = sum(self.pairs), sum(self.tiles)
 
     def _sorted(self, runs: list[range]) -> list[_Part]:
         """Return the parts that runs are, sorted: :meth:`_part` of many."""
@@ -263,8 +265,7 @@ class _Row:
             self.blocks = True
             size = max(1, min(GROUP, tokens // 16))
             blocks = [range(i, min(i + size, p.stop)) for p in self.parts for i in range(p.start, p.stop, size)]
-            self.parts = self._sorted(blocks)
-            self.tiles_left = sum(part.tiles for part in self.parts)
+            self._set(self._sorted(blocks))
             return self.peel(tokens, ranks)
         return self._remove(heavy, light, _Search(self, heavy, light, tokens, ranks).best())
 
@@ -272,6 +273,7 @@ class _Row:
         """Remove and return the pieces of a choice."""
         t, lightest, skip, window, lower, of = choice
         parts, pieces = self.parts, list[range]()
+        columns: tuple[list[Any], ...] = parts, self.sizes, self.pairs, self.tiles
         cuts = [(of, lower)] if of else []
         for end, tokens, first in ((heavy, t, 0), (light, window, skip), (light, lightest, 0)):
             past, cut = end.split(tokens, first)
@@ -280,7 +282,8 @@ class _Row:
             self.tiles_left -= end.tiles[past] - end.tiles[first]
             whole = slice(len(parts) - past, None) if end.tail else slice(first, past)
             pieces += [range(part.start, part.stop) for part in parts[whole]]
-            del parts[whole]
+            for column in columns:
+                del column[whole]
         left: dict[_Part, list[range]] = {}  # of parts that are cut
         for part, piece in cuts:
             rests = left.get(part, [range(part.start, part.stop)])
@@ -289,11 +292,15 @@ class _Row:
             ]
             left[part] = [rest for rest in itertools.chain(*halves) if rest]
         for part, rests in left.items():
-            del parts[bisect_left(parts, part)]
+            index = bisect_left(parts, part)
+            for column in columns:
+                del column[index]
             self.pairs_left -= part.pairs
             self.tiles_left -= part.tiles
             for rest in map(self._part, rests):
-                insort(parts, rest)
+                index = bisect_left(parts, rest)
+                for column, value in zip(columns, (rest, rest.stop - rest.start, rest.pairs, rest.tiles), strict=True):
+                    column.insert(index, value)
                 self.pairs_left += rest.pairs
                 self.tiles_left += rest.tiles
         return pieces + [piece for _, piece in cuts]
@@ -404,13 +411,7 @@ class _Search:
         last_skip = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
         if not want or last_skip <= 0:
             return
-        low, high = 0, last_skip
-        while low < high:
-            skip = (low + high) // 2
-            if light.pairs_of(want, skip) < target:
-                low = skip + 1
-            else:
-                high = skip
+        low = bisect_left(range(last_skip), target, key=lambda skip: light.pairs_of(want, skip))
         for skip in range(max(1, low - wide), min(last_skip, low + wide) + 1):
             yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
             last = bisect_right(light.tokens, light.tokens[skip] + want) - 1
@@ -437,18 +438,11 @@ class _Search:
                     continue
                 yielded += 1
                 top = min(part.stop, self.row.end(part.start)) - (tiles if index == last else count) * TILE
-                low, high = 0, (top - part.start) // TILE
-                if high < 0:
+                if top < part.start:
                     continue
-                while low < high:
-                    down = (low + high) // 2
-                    begin = top - down * TILE
-                    if work.of(range(begin, begin + below)) > need:
-                        low = down + 1
-                    else:
-                        high = down
-                begin = top - low * TILE
-                lower = range(begin, begin + below)
+                pieces = range(top, part.start + TILE - 1, -TILE)  # where each but the last one may begin
+                index_ = bisect_left(pieces, -need, key=lambda begin: -work.of(range(begin, begin + below)))
+                lower = range(top - index_ * TILE, top - index_ * TILE + below)
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
     def _cost(self, choice: _Choice) -> _Cost:
@@ -466,8 +460,6 @@ class _Search:
                 fetched = max(fetched, first)
             else:
                 fetched += first + part.last
-        return self._sum(tiles, 1000 * fetched // max(1, self.row.work.rows * self.tokens), choice)
-
-    def _sum(self, tiles: int, fetched: int, choice: _Choice) -> _Cost:
+        fetched = 1000 * fetched // max(1, self.row.work.rows * self.tokens)
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
         return _Cost(uneven * uneven + FETCH * self.row.ranks * fetched, uneven, fetched, choice)

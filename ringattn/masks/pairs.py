@@ -46,11 +46,9 @@ class Work:
         # The first key that queries from each edge on see, and past the last that queries before each edge do.
         lowest, highest = np.full_like(edges, seq_len), np.zeros_like(edges)
         for member in mask.members:
-            start, end, last_start, last_end = (
-                x.numpy().astype(np.int64)
-                for positions in (edges, np.maximum(past - 1, 0))
-                for x in member.intervals(torch.from_numpy(positions))
-            )
+            both = torch.from_numpy(np.concatenate([edges, np.maximum(past - 1, 0)]))
+            bounds = (np.split(x.numpy().astype(np.int64), 2, 1) for x in member.intervals(both))
+            (start, last_start), (end, last_end) = bounds
             at_first += (end - start).sum(0)
             at_last += (last_end - last_start).sum(0)
             some = (end > start) | (last_end > last_start)

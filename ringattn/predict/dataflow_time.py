@@ -235,33 +235,31 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str) -> list[_Pass]:
 
     # By step, pass and rank: the time of messages, the ranks that it meets, and passes over memory, also in idle steps.
     links, (rows, idle) = np.zeros((slots, 2, n)), np.zeros((2, slots, 2, 1))
-    peers = np.tile(np.arange(n), (slots, 2, 4, 1))
+    peers = np.tile(np.arange(n), (slots, 2, 5, 1))  # the last one is the rank itself
     peers[: count - 1, :, :2] = hops[:-1, None]
     step = np.arange(slots)
     for i, what in enumerate(moved):
         links[: count - 1, i] += messages(what.shard, what.shards)[:-1]
         if what.parts:
             links[2:, i] += messages(what.part, what.parts)[1:]
-            peers[2:, i, 2:] = hops[1:]
+            peers[2:, i, 2:4] = hops[1:]
         added = what.added * (step >= 2)
         idle[:, i, 0] = added / costs.memory_gbs / 1e6
         rows[:, i, 0] = (what.each + what.later * (step > 0) + added) / costs.memory_gbs / 1e6
     peers += n * np.arange(2)[:, None, None]
     pairs, ranks, owners = p.pairs if dataflow == "ring" else p.pairs.T, np.arange(n), owners[:-1]
-    works, computes = np.zeros((slots, 2, n)), np.zeros((slots, 1, n), bool)
-    computes[:count, 0] = pairs[ranks, owners] > 0
+    works, computes = np.zeros((slots, 2, n)), pairs[ranks, owners] > 0
     computes[0] = True
     for i in range(2):
         work = (costs.kernel_ms + attention_ms(pairs, costs, s, i == 1)) * _factors(p.slow, n)[:, None]
-        works[:count, i] = work[ranks, owners]
+        works[:count, i] = work[ranks, owners] * computes
     rows, begin = np.where(works > 0, rows, idle), np.zeros((2, n))
-    for t in range(slots):
-        start = np.maximum(begin, begin.take(peers[t]).max(1))  # when its peers are at this step, too
-        arrived, done = start + links[t], begin + works[t]
+    for peer, link, work, more in zip(peers, links, works, rows, strict=True):
+        start = begin.take(peer).max(1)  # when its peers are at this step, too
+        arrived, done = start + link, begin + work
         overlap = np.maximum(np.minimum(done, arrived) - start, 0.0)
-        end = np.maximum(done, arrived) + costs.contention * overlap + rows[t]
-        begin = np.where(computes[t], end, arrived + idle[t])
-    busy, moving, passes = (computes * works).sum(0), links.sum(0).max(1), []
+        begin = np.maximum(done, arrived) + costs.contention * overlap + more
+    busy, moving, passes = works.sum(0), links.sum(0).max(1), []
     for i, (name, what) in enumerate(zip(("forward", "backward"), moved, strict=True)):
         least: float = getattr(costs, f"{dataflow}_{name}_ms")
         floor = least * (count + (what.parts > 0)) if count > 1 else 0.0
