@@ -319,15 +319,11 @@ class _Choice(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of a choice; sorted by the first field, the sum of the others.
-
-    ``uneven``: the difference of its tiles from the mean, per mille; ``fetched``: keys to fetch because of cuts, per
-    mille of the tokens.
-    """
+    """The cost of a choice: the square of ``uneven``, the difference of its tiles from the mean, per mille, and the price
+    of keys to fetch because of cuts, per mille of the tokens."""
 
     total: int
     uneven: int
-    fetched: int
     choice: _Choice
 
 
@@ -363,8 +359,11 @@ class _Search:
             near = NEAR * self.row.ranks
             limit = target // near if choices and choices[0][0] * near <= target else target
             few = FEW // 2 if plain else wide * FEW
-            costs = [self._cost(x) for away, x in choices[:few] if away <= limit]
-            best = min(costs, key=itemgetter(0), default=best)
+            found: _Cost | None = None
+            for away, x in choices[:few]:
+                if away <= limit:
+                    found = self._cheaper(x, found)
+            best = found or best
             if best and (many or best.uneven <= self.row.even):
                 break
         return best.choice if best else _Choice(low, tokens - low)
@@ -445,12 +444,15 @@ class _Search:
                 lower = range(top - index_ * TILE, top - index_ * TILE + below)
                 yield work.of(lower) - need, _Choice(t - below, light, 0, 0, lower, part)
 
-    def _cost(self, choice: _Choice) -> _Cost:
-        """Return the cost of a choice, from the sums of whole parts."""
+    def _cheaper(self, choice: _Choice, best: _Cost | None) -> _Cost:
+        """Return the cost of a choice, from the sums of whole parts, or the best one before if that is no more."""
         t, light, skip, window, lower, part = choice
         tiles, fetched = self.heavy.amount(t)
-        for tokens, after in ((light, 0), (window, skip)):
-            more, keys = self.light.amount(tokens, after)
+        price, tokens = FETCH * self.row.ranks, max(1, self.row.work.rows * self.tokens)
+        if best and price * (1000 * fetched // tokens) >= best.total:  # without what else it costs
+            return best
+        for length, after in ((light, 0), (window, skip)):
+            more, keys = self.light.amount(length, after)
             tiles, fetched = tiles + more, fetched + keys
         if part:
             more, first = self.row.amount(lower)
@@ -460,6 +462,6 @@ class _Search:
                 fetched = max(fetched, first)
             else:
                 fetched += first + part.last
-        fetched = 1000 * fetched // max(1, self.row.work.rows * self.tokens)
         uneven = abs(1000 * (tiles - self.tiles) // max(1, self.tiles))
-        return _Cost(uneven * uneven + FETCH * self.row.ranks * fetched, uneven, fetched, choice)
+        total = uneven * uneven + price * (1000 * fetched // tokens)
+        return best if best and best.total <= total else _Cost(total, uneven, choice)
