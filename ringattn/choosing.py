@@ -101,12 +101,14 @@ def _problem(request: Request, transport: Transport, placement: Placement) -> Pr
     """Return what the cost model needs to know."""
     from .predict.dataflow_time import Problem
 
-    queries, keys, needs, n = placement.shards, placement.shards_k, placement.needs, request.world_size
+    queries, keys, n = placement.shards, placement.shards_k, request.world_size
     tokens, runs = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
     visitors = np.arange(n).repeat(list(map(len, placement.fetches)))
-    fetched = np.array([run[:3] for some in placement.fetches for run in some], np.int64).reshape(-1, 3)
-    np.add.at(tokens, (visitors, fetched[:, 0]), fetched[:, 2])
-    np.add.at(runs, (visitors, fetched[:, 0]), 1)
+    fetched = list(itertools.chain.from_iterable(placement.fetches))
+    owners = np.array([run.owner for run in fetched], np.int64)
+    np.add.at(tokens, (visitors, owners), [run.length for run in fetched])
+    np.add.at(runs, (visitors, owners), 1)
+    needs = tuple(map(tuple, (runs > 0).tolist()))
     neighbours = all(run.step == 1 for shard in keys for run in shard)  # which copies move
     pulls = transport.pulls and neighbours
     return Problem(
