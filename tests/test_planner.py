@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -436,6 +438,24 @@ def test_the_printed_lines_are_those_of_the_switches(switches: dict[str, Any]) -
     assert ("inputs=host" in text) == bool(s.host_bytes)
     assert ("results=0" in text) == (not s.keep_attention_out)
     assert (f"buffer_bytes={s.buffer_bytes}" in text) == (s.buffer_bytes != Switches.buffer_bytes)
+
+
+def test_the_printed_lines_import_what_they_use_and_nothing_else() -> None:
+    for chunk, mlp, heads, host, out, optimizer in itertools.product(
+        (0, 5), (0, 3), (1, 2), (0, 1 << 20), (True, False), memory.OPTIMIZERS
+    ):
+        switches: dict[str, Any] = dict(
+            loss_chunk=chunk, mlp_chunk=mlp, head_groups=heads, host_bytes=host, attention_on_host=bool(host),
+            keep_attention_out=out, optimizer=optimizer,
+        )  # fmt: skip
+        *lines, last = recipe.lines(*problem_of_two(**switches))
+        code = ast.parse("\n".join([*lines, last.split("forward: loss = ")[1]]))
+        names = [node for node in ast.walk(code) if isinstance(node, ast.Name)]
+        read, stored = ({x.id for x in names if isinstance(x.ctx, how)} for how in (ast.Load, ast.Store))
+        imports = [node for node in ast.walk(code) if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported = {alias.name for node in imports for alias in node.names}
+        assert imported <= read, switches
+        assert read - imported - stored <= {"model", "self", "hidden", "shift_labels"}, switches
 
 
 # The command

@@ -319,8 +319,8 @@ class _Choice(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """The cost of a choice: the square of ``uneven``, the difference of its tiles from the mean, per mille, and the price
-    of keys to fetch because of cuts, per mille of the tokens."""
+    """The cost of a choice: the square of ``uneven``, the difference of its tiles from the mean, per mille, and the
+    price of keys to fetch because of cuts, per mille of the tokens."""
 
     total: int
     uneven: int

@@ -121,10 +121,10 @@ class Pairwise:
         ranks, start, stop, _ = table(shards)
         held = np.append(0, np.where(ranks[1:] == ranks[:-1], stop[:-1], 0))[: len(start)]  # up to the run before
         begin = self.bounds[np.searchsorted(self.bounds, start, side="right") - 1]
-        sums = np.zeros((2, len(shards)), np.int64)
-        runs = np.stack([tiles_of_each(start, stop, self.bounds), start - np.maximum(begin, held) + RUN])
-        np.add.at(sums, (slice(None), ranks), runs)
-        tiles, fetched = sums.tolist()
+        sums = np.zeros((len(shards), 2), np.int64)
+        runs = np.stack([tiles_of_each(start, stop, self.bounds), start - np.maximum(begin, held) + RUN], 1)
+        np.add.at(sums, ranks, runs)
+        tiles, fetched = sums.T.tolist()
         return tiles, fetched
 
     def _cost(self, tiles: int, fetched: int) -> int:

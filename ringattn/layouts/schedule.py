@@ -1,4 +1,4 @@
-"""Schedules: which rank has which shard at which step, and what moves. Plain data.
+"""Schedules: which rank has which shard at which step, and what moves. Plain data, standard library only.
 
 Every dataflow that moves shards is the same walk. Each rank owns one shard. At step t, rank r holds the shard of
 ``owner(r, t)``; the shards move in lockstep, so a step is one *displacement* of all of them. A shard goes on until the
@@ -22,10 +22,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
-
-from ..masks.intervals import Integers
 
 
 @dataclass(frozen=True)
@@ -97,13 +93,14 @@ class Schedule:
         return (0, 0), *(shift for shift in _walk(groups, size)[1:] if shift in met)
 
     @functools.cached_property
-    def holders(self) -> Integers:
-        """``holders[t, o]``: the rank that has the shard of rank o at step t."""
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """``holders[t][o]``: the rank that has the shard of rank o at step t."""
         size, groups = self.local_size, self.world_size // self.local_size
-        group, local = np.divmod(np.arange(self.world_size), size)
-        across, inside = np.array(self.displacements).T[..., None]
-        holders: Integers = (group + across) % groups * size + (local + inside) % size
-        return holders
+        ranks = [divmod(rank, size) for rank in range(self.world_size)]
+        return tuple(
+            tuple([(group + across) % groups * size + (local + inside) % size for group, local in ranks])
+            for across, inside in self.displacements
+        )
 
     def move(self, rank: int, shift: tuple[int, int]) -> int:
         """Return the rank that has the shard of ``rank`` after a displacement."""
@@ -114,7 +111,7 @@ class Schedule:
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of one rank: one per displacement, and a last one in which contributions come home."""
         count = len(self.displacements)
-        holder = self.holders.T.tolist()  # holder[o][t]
+        holder = list(zip(*self.holders, strict=True))  # holder[o][t]
         owner = [self.move(rank, (-across, -inside)) for across, inside in self.displacements]  # of what rank has at t
         visits, first = [], []  # steps that shard o makes; its first step with a contribution
         for o in range(self.world_size):

@@ -216,13 +216,15 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str) -> list[_Pass]:
     schedule = p.ring if dataflow == "ring" else p.reduce
     n, count = schedule.world_size, len(schedule.displacements)
     slots = count + (count > 1)
-    holders = np.concatenate([schedule.holders, [range(n)]])  # of every owner's shard
+    everyone: Any = np.arange(n)
+    displacements: Any = np.array((*schedule.displacements, (0, 0)))
+    holders: Any = schedule.move(everyone, displacements.T[..., None])  # of every owner's shard, at home in the end
     owners = holders.argsort(1)  # of the shard that every rank has
     # Hop t leads from step t to the next one; the last one leads home: where it brings what a rank has, and from where
     # what it then has came.
     onward = np.take_along_axis(holders[1:], owners[:-1], 1), np.take_along_axis(holders[:-1], owners[1:], 1)
     hops = np.stack(onward, 1)
-    groups = np.array((*schedule.displacements, (0, 0)))[:, 0]
+    groups = displacements[:, 0]
     crosses = ((groups[1:] != groups[:-1]) | (schedule.local_size == n))[:, None]
     card = _factors(p.slow_link, n)
     slower = np.where(crosses, np.maximum(np.maximum(card, 1.0), card[hops].max(1)), 1.0)

@@ -16,11 +16,13 @@ def lines(problem: Problem, verdict: Verdict) -> list[str]:
     how += (", " * bool(how) + "results=0") * (not s.keep_attention_out)
     offload = ", offload_policy=CPUOffloadPolicy()" * (s.optimizer == "host")
     chunked = s.loss_chunk > 0
+    imported = ["HostMemory"] * (s.host_bytes > 0) + ["Recompute"]
+    imported += ["by_heads"] * (s.head_groups > 1) + ["by_tokens"] * (s.mlp_chunk > 0) + ["recompute"]
     code = [
         "import torch, ringattn",
         "from torch.distributed.device_mesh import init_device_mesh",
         f"from torch.distributed.fsdp import {'CPUOffloadPolicy, ' * bool(offload)}fully_shard",
-        "from ringattn.training import HostMemory, Recompute, by_heads, by_tokens, recompute",
+        f"from ringattn.training import {', '.join(imported)}",
         f'mesh = init_device_mesh("cuda", ({machines.gpus // row.ranks}, {row.ranks}), mesh_dim_names=("rows", "cp"))',
         f'plan = ringattn.plan({problem.context}, mesh["cp"], causal=True, dataflow="{flow}"{local}{buffer})',
         "model.to(torch.bfloat16)",
