@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from triton.runtime import cache, driver
 
+from . import prebuilt
+
 # At most; each may need 0.2 GB, and all ranks of a host compile at once. Before Python 3.11.8, ast.parse raises
 # SystemError now and then if several threads parse (python/cpython#106905).
 THREADS = 8 if sys.version_info >= (3, 11, 8) else 1
@@ -64,7 +66,8 @@ def _in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) -> lis
             if device.type == "cuda":
                 # The first time Triton hashes its library, 400 MB, and makes its driver with a C compiler, and threads
                 # that need both at once make several: both at the same time, and the driver here.
-                pool.submit(getattr(cache, "triton_key", lambda: None))
+                if prebuilt.problem() is not None:
+                    pool.submit(getattr(cache, "triton_key", lambda: None))
                 _ = driver.active
             return [future.result() for future in [pool.submit(call) for call in calls]]
         except BaseException:  # KeyboardInterrupt: only what is being compiled is waited for

@@ -31,7 +31,7 @@ from triton.compiler import CompiledKernel
 
 from .. import program
 from ..memo import Memo
-from . import cache_folder, launch_paths
+from . import cache_folder, launch_paths, prebuilt
 from .compile_together import compile_together
 from .direct_launch import DirectLaunch, View
 
@@ -143,6 +143,7 @@ class _Kernels(NamedTuple):
 
     def calls(self) -> Iterator[tuple[Hashable, Callable[[], CompiledKernel | None], list[Any]]]:
         """Yield for each the key, what compiles and loads it, and its constants."""
+        prebuilt.serve(self.kernel)
         names = self.kernel.arg_names[: len(self.args)]
         for changes in ({}, *self.variants):
             changed = _plain([changes.get(name, x) for name, x in zip(names, self.args, strict=True)])
