@@ -1,8 +1,10 @@
 """Measure the time to a first result on this machine: the first forward and backward of a process, and the doctor, each
-with an empty folder of compiled kernels and then with what that has left in it.
+with an empty folder of compiled kernels, with prebuilt ones (scripts/prebuild.py), if there are some, and an empty
+folder, and with what the first one has left in it.
 
 python -m benchmarks.first_call                     on one GPU, on two if there are two (gather), and the doctor
-python -m benchmarks.first_call --only call --gpus 1 --documents 4096 1024
+python -m benchmarks.first_call --only call --gpus 1 --documents 4096
+python -m benchmarks.first_call --only call --gpus 1 --profile       what the host does, by function
 
 "lanes" are seconds since the call began: when each kernel was compiled (the stages of Triton: its IR from Python, LLVM,
 ptxas), when gcc made a launcher, and when a module was loaded; what overlaps was done at the same time. The last line
@@ -12,9 +14,13 @@ is JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import cProfile
+import io
 import itertools
 import json
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -35,11 +41,13 @@ class Lanes:
         import triton.runtime.build as build
         from triton import knobs
         from triton.compiler import CompiledKernel
+        from triton.runtime import cache
 
         self.began, self.events, self._inside = time.perf_counter(), list[tuple[str, float, float, str]](), 0
         knobs.compilation.listener = self._compiled  # type: ignore[assignment]
         self._wrap(build, "_build", "gcc")
         self._wrap(CompiledKernel, "_init_handles", "launcher, load")
+        self._wrap(cache, "triton_key", "hash of Triton")
 
     def _wrap(self, owner: Any, name: str, what: str) -> None:
         function = getattr(owner, name)
@@ -48,7 +56,7 @@ class Lanes:
             began = time.perf_counter()
             result = function(*args, **options)
             if (ended := time.perf_counter()) - began > 0.002:
-                self._add(what, began, ended, str(getattr(args[0], "name", args[0])))
+                self._add(what, began, ended, str(getattr(args[0], "name", args[0])) if args else "")
             return result
 
         setattr(owner, name, timed)
@@ -105,33 +113,50 @@ def call(args: argparse.Namespace) -> dict[str, Any]:
     mark("plan")
     lanes = Lanes()
     mark("import Triton")
+    profile = cProfile.Profile()
     for which in ("first", "second"):
-        out: Any = ringattn.attention(q, k, v, plan)
-        synchronize()
-        mark(f"{which} forward")
-        torch.autograd.grad(out, (q, k, v), out.detach())
-        synchronize()
-        mark(f"{which} backward")
+        with profile if args.profile and which == "first" else contextlib.nullcontext():
+            out: Any = ringattn.attention(q, k, v, plan)
+            synchronize()
+            mark(f"{which} forward")
+            torch.autograd.grad(out.square().sum(), (q, k, v))  # with a gradient of out torch would import sympy
+            synchronize()
+            mark(f"{which} backward")
     parts = {name: end - start for (_, start), (name, end) in itertools.pairwise(marks)}
-    return dict(parts=parts, lanes=sorted(lanes.events, key=lambda event: event[1]))
+    text = io.StringIO()
+    if args.profile:
+        pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(80)
+    return dict(parts=parts, lanes=sorted(lanes.events, key=lambda event: event[1]), profile=text.getvalue())
 
 
-def in_a_process(args: argparse.Namespace, gpus: int, folder: str) -> dict[str, Any]:
+def environments(folder: str) -> dict[str, dict[str, str]]:
+    """Return the variables of each run, which are started in this order."""
+    from ringattn.kernels import prebuilt
+
+    runs = {"cold": {prebuilt.SWITCH: "0", "TRITON_CACHE_DIR": f"{folder}/kernels"}}
+    if (reason := prebuilt.problem()) is None:
+        runs["prebuilt"] = {"TRITON_CACHE_DIR": f"{folder}/of prebuilt"}
+    else:
+        print(f"no prebuilt kernels: {reason}")
+    return {**runs, "warm": runs["cold"]}
+
+
+def in_a_process(args: argparse.Namespace, gpus: int, folder: str, variables: dict[str, str]) -> dict[str, Any]:
     """Run :func:`call` on so many GPUs and return what the first rank says."""
     words = [f"--tokens={args.tokens}", f"--head-dim={args.head_dim}", f"--documents={args.documents}"]
     words += [f"--device={args.device}", f"--began={time.time()}", f"--into={folder}/result"]
+    words += ["--profile"] * args.profile
     command = ["-m", "benchmarks.first_call", *words, "--heads", *map(str, args.heads)]
     if gpus > 1:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", *command]
-    env = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/kernels"}
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=env)
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env={**os.environ, **variables})
     result: dict[str, Any] = json.loads(Path(folder, "result").read_text())
     return result
 
 
-def doctor(folder: str) -> list[tuple[float, str]]:
+def doctor(variables: dict[str, str]) -> list[tuple[float, str]]:
     """Return the lines of the doctor, and when each came."""
-    env = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/kernels", "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     began, lines = time.perf_counter(), []
     command = [sys.executable, "-m", "ringattn.doctor"]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -152,6 +177,7 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--documents", type=int, default=0, help="tokens of each document; 0: one row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this command")
+    parser.add_argument("--profile", action="store_true", help="print the functions that the first call spends its time in")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
     parser.add_argument("--into", help=argparse.SUPPRESS)  # a file: run one call, as one of the processes
     args = parser.parse_args()
@@ -168,7 +194,7 @@ def main() -> int:
     found: dict[str, Any] = {}
     for gpus in () if args.only == "doctor" else args.gpus or range(1, min(available, 2) + 1):
         with tempfile.TemporaryDirectory() as folder:
-            results = {which: in_a_process(args, gpus, folder) for which in ("cold", "warm")}
+            results = {x: in_a_process(args, gpus, folder, env) for x, env in environments(folder).items()}
         found[f"{gpus} GPUs"] = results
         print(f"\n{gpus} GPUs, {args.tokens} tokens of each: seconds")
         names = list(results["cold"]["parts"])
@@ -179,14 +205,16 @@ def main() -> int:
         ]
         rows.append(["Triton, first forward and backward", *(f"{x:.2f}" for x in both)])
         print(*table(["part", *results], rows), sep="\n")
-        print("lanes of the cold call, from, to")
-        for what, start, end, text in results["cold"]["lanes"]:
-            print(f"  {start:6.2f} {end:6.2f}  {what}  {text}")
+        for which, one in results.items():
+            print(f"lanes, {which}: from, to")
+            for what, start, end, text in one["lanes"]:
+                print(f"  {start:6.2f} {end:6.2f}  {what}  {text}")
+            print(one.pop("profile"))
     if args.only != "call":
         with tempfile.TemporaryDirectory() as folder:
-            for which in ("cold", "warm"):
+            for which, env in environments(folder).items():
                 print(f"\ndoctor, {which}", flush=True)
-                found[f"doctor, {which}"] = doctor(folder)
+                found[f"doctor, {which}"] = doctor(env)
     print(json.dumps(dict(python=sys.version.split()[0], cpus=len(os.sched_getaffinity(0)), **found)))
     return 0
 

@@ -17,7 +17,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     ``ds_j = p_j (dp_j - rowsum(dout * out) + dlse)``.
     """
     dtype = accumulation_dtype(out)
-    if out.is_cuda and dtype == torch.float32 and has_triton():
+    if _compiled(out, dtype):
         from .triton.begin import row_dot
 
         delta = row_dot(out, dout)
@@ -30,7 +30,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
 def begin_backward(queries: Queries, outputs: Outputs, dq: Tensor) -> None:
     """Fill ``queries.delta`` and set dq to 0, which are uninitialized memory before the first backward of these
     queries."""
-    if queries.q.is_cuda and dq.dtype == torch.float32 and has_triton():
+    if _compiled(queries.q, dq.dtype):
         from .triton import begin
 
         begin.begin_backward(queries, outputs, dq)  # in one pass, too
@@ -41,7 +41,7 @@ def begin_backward(queries: Queries, outputs: Outputs, dq: Tensor) -> None:
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a gradient (batch, seq, heads, dim) in another dtype, contiguous."""
-    if x.dtype != dtype and x.is_cuda and x.dtype == torch.float32 and x.stride(-1) == 1 and has_triton():
+    if x.dtype != dtype and x.stride(-1) == 1 and _compiled(x, x.dtype):
         from .triton.rounding import sum_parts
 
         result = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -67,6 +67,11 @@ def output_of_delta(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     ratio = torch.where(squared > 0, delta / squared, 0.0)
     dout = torch.where(small, raised.to(dout.dtype), dout)
     return dout, torch.mul(dout, ratio, out=torch.empty_like(dout))
+
+
+def _compiled(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether compiled kernels make gradients of this dtype on the device of x."""
+    return x.is_cuda and dtype == torch.float32 and has_triton()
 
 
 def _fill(delta: Tensor, outputs: Outputs, dout: Tensor) -> None:

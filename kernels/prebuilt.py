@@ -33,6 +33,7 @@ _HARMLESS = {
     "TRITON_LIBCUDA_PATH", "TRITON_PRINT_AUTOTUNING",
 }  # fmt: skip
 _CHANGES = ("ALLOW_LHS_", "DISABLE_LLVM_", "DISABLE_PTXAS_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "TRITON_", "USE_IR_")
+ADVICE = f"install ringattn again, or set {SWITCH}=0"  # about damage
 _DIGEST = "digest"  # in the metadata: of the cubin and of the rest of the metadata
 _hashing = threading.Lock()
 
@@ -79,8 +80,10 @@ def write(place: Path, name: str, compiled: CompiledKernel) -> None:
     del metadata["extern_libs"]  # paths of this machine
     metadata["hash"], metadata[_DIGEST] = name, None
     metadata[_DIGEST] = _digest(metadata, cubin)
-    (place / f"{name}.cubin").write_bytes(cubin)
-    (place / f"{name}.json").write_text(json.dumps(metadata))
+    for kind, content in (("cubin", cubin), ("json", json.dumps(metadata).encode())):
+        part = place / f"{name}.{os.getpid()}"
+        part.write_bytes(content)
+        part.replace(place / f"{name}.{kind}")  # other processes see all of it or nothing
 
 
 def _compile(src: Any, target: Any, options: Mapping[str, Any], **more: Any) -> CompiledKernel:
@@ -96,29 +99,28 @@ def _compile(src: Any, target: Any, options: Mapping[str, Any], **more: Any) -> 
 def _read(src: Any, target: Any, options: Mapping[str, Any]) -> CompiledKernel | None:
     """Return a kernel from its files; None if there are none, or, with a warning, if they are damaged."""
     name, place = name_of(src, target, options), folder()
-    files = {f"{src.name}.{kind}": place / f"{name}.{kind}" for kind in ("json", "cubin")}
-    described, code = files.values()
-    try:
-        metadata, cubin = json.loads(described.read_text()), code.read_bytes()
-        if metadata[_DIGEST] != _digest(metadata, cubin):
-            raise ValueError("its contents have changed")
-    except FileNotFoundError:
+    files = {f"{src.name}.{kind}": str(place / f"{name}.{kind}") for kind in ("json", "cubin")}
+    if not (place / f"{name}.json").exists():
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        warnings.warn(
-            f"the prebuilt kernel {described} cannot be used ({type(error).__name__}: {error}) and is compiled; install "
-            f"ringattn again, or set {SWITCH}=0",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if why := damage(place, name):
+        warnings.warn(f"a prebuilt kernel is compiled instead: {why}; {ADVICE}", RuntimeWarning, stacklevel=2)
         return None
     compiled = CompiledKernel(src, files, name)
     if knobs.compilation.listener is not None:
-        times = knobs.CompileTimes(0, [], 0)
-        knobs.compilation.listener(
-            src=src, metadata=compiled.metadata._asdict(), metadata_group=files, times=times, cache_hit=True
-        )
+        metadata, times = compiled.metadata._asdict(), knobs.CompileTimes(0, [], 0)
+        knobs.compilation.listener(src=src, metadata=metadata, metadata_group=files, times=times, cache_hit=True)
     return compiled
+
+
+def damage(place: Path, name: str) -> str | None:
+    """Return what is wrong with the files of a kernel; None if they are as they were written."""
+    path = place / f"{name}.json"
+    try:
+        metadata = json.loads(path.read_text())
+        same = metadata[_DIGEST] == _digest(metadata, path.with_suffix(".cubin").read_bytes())
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"{path} cannot be read ({type(error).__name__}: {error})"
+    return None if same else f"{path}, or the .cubin next to it, has changed since it was written"
 
 
 def _digest(metadata: Mapping[str, Any], cubin: bytes) -> str:

@@ -1,8 +1,8 @@
-"""Compile the kernels of a first forward and backward for sm_90, without a GPU: python -m scripts.prebuild [FOLDER]
+"""Compile the kernels of first forwards and backwards on sm_90, without a GPU: python -m scripts.prebuild [FOLDER]
 
 FOLDER is kernels/cubins, where the library looks for them and from where wheels take them; elsewhere, they are used
 where RINGATTN_CUBINS names it. They are for the installed Triton. What is there already is not compiled again; files
-that no problem needs any more are removed.
+that no first call needs any more are removed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ if not __package__:
 import functools
 import itertools
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,78 +25,129 @@ import triton
 from triton import knobs
 
 import ringattn
-from ringattn.kernels import delta, launch, prebuilt
+from ringattn import operators
+from ringattn.kernels import backends, delta, launch, prebuilt
+from ringattn.kernels.contract import Keys, Outputs, Queries, Score
+from ringattn.kernels.triton import primitives
+from ringattn.kernels.triton.rounding import sum_parts
+from ringattn.tools import doctor, kernel_speed
 from ringattn.tools.terminal import Parser, run
+from ringattn.virtual import VirtualRank
 from tests import sass, simulated_host
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
+# Of queries and of keys: kernels are compiled for groups of one and of more, and for no other number of heads.
 HEADS = ((32, 8), (8, 8))
 MASKS: tuple[dict[str, Any], ...] = (dict(causal=True), {}, dict(causal=True, documents=1024))
-TOKENS = 8192  # of a rank
+TOKENS = (8192, 1024)  # of a rank; few of them are divided in another way
 
 
-class Prebuilder:
-    """Compiles what is launched on a simulated host."""
+class Compiler:
+    """Compiles in the place of launches, and writes what is compiled into a folder."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, place: Path, dry: bool) -> None:
-        self.patch, self.place, self.dry, self.names = patch, place, dry, dict[str, str]()
-        self.real = launch._compile
+    def __init__(self, place: Path) -> None:
+        self.place, self.names = place, set[str]()
 
-    def first_call(self, ranks: int, dtype: torch.dtype, dim: int, heads: tuple[int, int], mask: dict[str, Any]) -> None:
-        with self.patch.context() as patch:
-            arguments, total = dict(mask), ranks * TOKENS
-            if (documents := arguments.pop("documents", 0)):
-                arguments["cu_seqlens"] = [*range(0, total, documents), total]
-            if ranks > 1:
-                arguments["dataflow"] = "gather"
-            host = simulated_host.Host(patch, total, ranks=ranks, **arguments)
-            patch.setattr(launch, "_compile", self.real)
-            patch.setattr(launch, "compile_together", functools.partial(self._compile_together, host))
-            q, k, v = (x.detach().to(dtype).requires_grad_() for x in host.tensors(*heads, dim))
-            out: Any = ringattn.attention(q, k, v, host.plan, kernel="hopper")
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    def host(self, patch: pytest.MonkeyPatch, tokens: int, ranks: int = 1, **arguments: Any) -> simulated_host.Host:
+        """Return a rank of a simulated host with Hopper GPUs. What it launches is compiled and then does nothing."""
+        real = launch._compile
+        host = simulated_host.Host(patch, tokens, ranks=ranks, **arguments)
+        patch.setattr(launch, "_compile", real)
+        patch.setattr(launch, "compile_together", functools.partial(self._together, host))
+        patch.setattr(prebuilt, "serve", lambda kernel: None)
+        patch.setattr(delta, "_compiled", lambda x, dtype: dtype == torch.float32)
+        patch.setattr(primitives, "capability", lambda device: (9, 0))
+        patch.setattr(operators, "choose", _choose)
+        patch.setattr(backends, "choose", _choose)
+        return host
 
-    def _compile_together(self, host: simulated_host.Host, calls: list[Any], device: torch.device) -> list[Any]:
-        found = []
-        for call in calls:
-            (warmup,) = call.args
-            kernel = warmup.func.__self__
+    def _together(self, host: simulated_host.Host, calls: list[Any], device: torch.device) -> list[Any]:
+        kernels = [call.args[0].func.__self__ for call in calls]
+        for kernel, call in zip(kernels, calls, strict=True):
             with sass.hopper_driver():
-                _ = kernel.device_caches[0]
+                _ = kernel.device_caches[0]  # made when it is looked up, with kernel.compile
                 kernel.compile = self._compile
-                warmup()
-            found.append(simulated_host._Compiled(host, kernel.__name__))
-        return found
+                call.args[0]()
+        return [simulated_host._Compiled(host, kernel.__name__) for kernel in kernels]
 
-    def _compile(self, src: Any, target: Any, options: Any, **more: Any) -> Any:
+    def _compile(self, src: Any, target: Any, options: Any, **more: Any) -> None:
         name = prebuilt.name_of(src, target, options)
-        if name not in self.names:
-            self.names[name] = src.name
-            if not self.dry and not (self.place / f"{name}.json").exists():
-                compiled = triton.compiler.compile(src, target=target, options=options, **more)
-                prebuilt.write(self.place, name, compiled)
-                print(name, src.name, len(compiled.asm["cubin"]), flush=True)
-        return None
+        if name not in self.names and not (self.place / f"{name}.json").exists():
+            prebuilt.write(self.place, name, triton.compiler.compile(src, target=target, options=options, **more))
+        self.names.add(name)
+
+
+def _choose(kernel: str, q: torch.Tensor, *others: Any, backward: bool = False) -> backends.Backend:
+    """As backends.choose() on a Hopper GPU."""
+    return backends.BACKENDS["triton" if q.dtype == torch.float32 else "hopper"]
+
+
+def attention(dtype: torch.dtype, dim: int, compiler: Compiler) -> None:
+    """Run first forwards and backwards of a head dim: of one rank, over ranks whose GPUs share memory, in a ring."""
+    for ranks, heads, mask, tokens in itertools.product((1, 2), HEADS, MASKS, TOKENS):
+        with pytest.MonkeyPatch.context() as patch:
+            arguments, total = dict(mask), ranks * tokens
+            if documents := arguments.pop("documents", 0):
+                arguments["cu_seqlens"] = [*range(0, total, documents), total]
+            host = compiler.host(patch, total, ranks, **arguments, dataflow="gather" if ranks > 1 else "auto")
+            q, k, v = (x.detach().to(dtype).requires_grad_() for x in host.tensors(*heads, dim))
+            out: Any = ringattn.attention(q, k, v, host.plan)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            if ranks == 1 and mask == MASKS[0] and dtype == torch.bfloat16:
+                _ring(q.detach(), k.detach(), v.detach(), tokens)
+
+
+def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int) -> None:
+    """Run the steps of a rank in a ring: with its own keys and with those of another rank."""
+    plan = ringattn.plan(2 * tokens, VirtualRank(1, 2), causal=True, dataflow="ring")
+    kernels, score = backends.BACKENDS["hopper"], Score(q.shape[-1] ** -0.5)
+    chunks = [Keys(k, v, plan.block(1, owner)) for owner in (1, 0)]
+    out, lse = kernels.output(q, chunks[1], score, kernels.forward(q, chunks[0], score))
+    outputs: Outputs | None = Outputs(out)
+    for keys in chunks:
+        queries, dq = Queries(q, out, lse, torch.empty_like(lse)), torch.empty(q.shape)
+        sum_parts([x[None] for x in kernels.backward(queries, keys, score, dq, outputs=outputs)], [k, v])
+        outputs = None
+
+
+def doctor_checks(compiler: Compiler) -> None:
+    """Run what the doctor does on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiler.host(patch, 256)
+        kernel_speed.measure("auto", torch.device("cpu"), 128, tokens=4096, seconds=0.0)
+        list(doctor.arithmetic(60.0))
+
+
+def compiled(case: Callable[[Compiler], None], place: Path) -> set[str]:
+    """Compile for a case what is not in a folder; return the names of its files."""
+    knobs.compilation.disable_line_info = True  # half of a cubin
+    compiler = Compiler(place)
+    case(compiler)
+    return compiler.names
 
 
 def main() -> int:
     parser = Parser("scripts.prebuild", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=prebuilt.FOLDER)
-    parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
-    os.environ[prebuilt.SWITCH] = str(args.folder)
+    os.environ[prebuilt.SWITCH] = str(args.folder.resolve())
     place = prebuilt.folder()
     place.mkdir(parents=True, exist_ok=True)
-    knobs.compilation.disable_line_info = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch.prebuilt, "serve", lambda kernel: None)
-        all_ = Prebuilder(patch, place, args.dry)
-        for ranks, dtype, dim, heads, mask in itertools.product((1, 2), DTYPES, HEAD_DIMS, HEADS, MASKS):
-            before = len(all_.names)
-            all_.first_call(ranks, dtype, dim, heads, mask)
-            print(ranks, dtype, dim, heads, mask, [*all_.names.values()][before:], flush=True)
-    print(len(all_.names))
+    cases: dict[str, Callable[[Compiler], None]] = {"doctor": doctor_checks}
+    for dtype, dim in itertools.product(DTYPES, HEAD_DIMS):
+        cases[f"{str(dtype).removeprefix('torch.')}, head dim {dim}"] = functools.partial(attention, dtype, dim)
+    names: set[str] = set()
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        outcomes = pool.map(compiled, cases.values(), itertools.repeat(place))
+        for case, found in zip(cases, outcomes, strict=False):
+            names |= found
+            print(f"{case}: {len(found)} kernels", flush=True)
+    for file in place.iterdir():
+        if file.stem not in names:
+            file.unlink()
+    size = sum(file.stat().st_size for file in place.iterdir())
+    print(f"{len(names)} kernels, {size / 1e6:.1f} MB, in {place}")
     return 0
 
 

@@ -271,7 +271,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         )
 
 
-@gluon.jit(do_not_specialize=pieces.NUMBERS)
+@gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two

@@ -257,7 +257,7 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
     )
 
 
-@gluon.jit(do_not_specialize=pieces.NUMBERS)
+@gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
     q_rest_desc, k_rest_desc, dq_rest_desc,  # columns from 128 on

@@ -394,7 +394,7 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
         )
 
 
-@gluon.jit(do_not_specialize=pieces.NUMBERS)
+@gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
 def kernel(
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, seen_desc, dq_desc,
     dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,

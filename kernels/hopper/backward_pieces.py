@@ -39,6 +39,7 @@ INFO = gl.constexpr(8)  # int32 numbers that describe a key tile, see tile_sched
 # Numbers that vary with lengths and documents: one compiled kernel for all of them. (So do ``heads`` and ``parts``, but
 # they cost registers; there are few of them, which are compiled together.)
 NUMBERS = ("tiles", "kv_heads", "batches", "q_tiles", "epoch", "segments", "sweep", "slopes_stride", "descending")
+COUNTS = ("heads", "parts")  # kernels are compiled for 1 of them, and not for multiples of 16
 
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers

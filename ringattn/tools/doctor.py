@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -96,10 +97,20 @@ def versions() -> Iterator[Finding]:
 
         good = _numbers(triton.__version__) >= (3, 6)
         yield judged(good, "fail", "Triton", triton.__version__, "pip install 'triton>=3.6'")
-        from ..kernels import launch_paths
+        from ..kernels import launch_paths, prebuilt
 
         paths = {"clusters": launch_paths.clusters(), "direct launches": launch_paths.direct()}
         yield ok("launch paths", ", ".join(f"{path}: {'yes' if has else 'no'}" for path, has in paths.items()))
+        if (unused := prebuilt.problem()) is not None:
+            yield ok("prebuilt kernels", f"none are used: {unused}")
+        else:
+            place = prebuilt.folder()
+            names = [path.stem for path in place.glob("*.json")]
+            counts = Counter(name.partition("-")[0] for name in names)
+            text = ", ".join(f"{count} of {arch}" for arch, count in counts.items()) + f", in {place}"
+            damaged = [why for name in names if (why := prebuilt.damage(place, name))]
+            text = f"{damaged[0]}, {len(damaged)} in all" if damaged else text
+            yield judged(not damaged, "warn", "prebuilt kernels", text, f"they are compiled: {prebuilt.ADVICE}")
     except ImportError as error:
         needed = torch.cuda.is_available()
         advice = "pip install 'triton>=3.6'; GPUs run the slow eager kernel without it"
@@ -183,7 +194,9 @@ SETTINGS = (
     ("RINGATTN_CHECK", "1", "warn", "all ranks compare every call, which takes time; unset it after debugging"),
     ("RINGATTN_PULLS", "0", "warn", "no copy engines; unset it unless they fail here"),
 )
-OURS = {"RINGATTN_TIMEOUT", "RINGATTN_CHECK", "RINGATTN_PULLS", "RINGATTN_CALIBRATION", "RINGATTN_KERNEL"}
+OURS = {
+    "RINGATTN_TIMEOUT", "RINGATTN_CHECK", "RINGATTN_PULLS", "RINGATTN_CALIBRATION", "RINGATTN_KERNEL", "RINGATTN_CUBINS",
+}  # fmt: skip
 
 
 def settings() -> Iterator[Finding]:
@@ -199,7 +212,7 @@ def settings() -> Iterator[Finding]:
         except (OSError, ValueError) as error:
             advice = "default costs are used; unset it, or run python -m benchmarks.calibrate"
             findings.append(Finding("RINGATTN_CALIBRATION", "warn", f"{file} cannot be read: {error}", advice))
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "RINGATTN_CUBINS"):
         folder = env.get(name)
         if folder and Path(folder).is_dir() and Path(folder).stat().st_mode & 0o002:
             advice = f"compiled code is loaded from there, so that any user could change it: chmod o-w {folder}"
