@@ -86,16 +86,26 @@ def _choose(kernel: str, q: torch.Tensor, *others: Any, backward: bool = False) 
 def attention(dtype: torch.dtype, dim: int, compiler: Compiler) -> None:
     """Run first forwards and backwards of a head dim: of one rank, over ranks whose GPUs share memory, in a ring."""
     for ranks, heads, mask, tokens in itertools.product((1, 2), HEADS, MASKS, TOKENS):
-        with pytest.MonkeyPatch.context() as patch:
-            arguments, total = dict(mask), ranks * tokens
-            if documents := arguments.pop("documents", 0):
-                arguments["cu_seqlens"] = [*range(0, total, documents), total]
-            host = compiler.host(patch, total, ranks, **arguments, dataflow="gather" if ranks > 1 else "auto")
-            q, k, v = (x.detach().to(dtype).requires_grad_() for x in host.tensors(*heads, dim))
-            out: Any = ringattn.attention(q, k, v, host.plan)
-            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-            if ranks == 1 and mask == MASKS[0] and dtype == torch.bfloat16:
-                _ring(q.detach(), k.detach(), v.detach(), tokens)
+        first_call(compiler, dtype, dim, ranks, heads, mask, tokens)
+
+
+def first_call(
+    compiler: Compiler, dtype: torch.dtype, dim: int, ranks: int, heads: tuple[int, int], mask: dict[str, Any],
+    tokens: int, batch: int = 1,
+) -> None:  # fmt: skip
+    """Run one forward and backward of a rank, whose values are those of uninitialized memory."""
+    arguments, total = dict(mask), ranks * tokens
+    if documents := arguments.pop("documents", 0):
+        arguments["cu_seqlens"] = [*range(0, total, documents), total]
+    with pytest.MonkeyPatch.context() as patch:
+        host = compiler.host(patch, total, ranks, **arguments, dataflow="gather" if ranks > 1 else "auto")
+        q, k, v = (
+            torch.empty(batch, tokens, n, dim, dtype=dtype, requires_grad=True) for n in (heads[0], heads[1], heads[1])
+        )
+        out: Any = ringattn.attention(q, k, v, host.plan)
+        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+        if ranks == 1 and mask == MASKS[0] and dtype == torch.bfloat16:
+            _ring(q.detach(), k.detach(), v.detach(), tokens)
 
 
 def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: int) -> None:
