@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--documents", type=int, default=0, help="tokens of each document; 0: one row")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this command")
-    parser.add_argument("--profile", action="store_true", help="print the functions that the first call spends its time in")
+    parser.add_argument("--profile", action="store_true", help="print what the host does in the first call")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)  # when the process was started
     parser.add_argument("--into", help=argparse.SUPPRESS)  # a file: run one call, as one of the processes
     args = parser.parse_args()

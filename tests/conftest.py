@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("RINGATTN_CUBINS", "0")  # kernels are compiled, also where prebuilt ones lie
 with contextlib.suppress(OSError):
     if "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
         # There rows of a product of a BLAS may have other bits next to other rows, unless it is told not to: MKL, which

@@ -69,13 +69,13 @@ class Built:
         self.names = {prebuilt.name_of(src, target, options)}
         return self.real(src, target=target, options=options, **more)
 
-    def launch(self, target: GPUTarget = SM_90, dtype: torch.dtype = torch.float32, n: int = 100, **options: Any) -> Any:
+    def launch(self, target: GPUTarget = SM_90, dtype: torch.dtype = torch.float32, n: int = 100, **how: Any) -> Any:
         """Compile as in a new process, whose kernels are neither loaded nor hashed."""
         kernel.device_caches.clear()
         kernel.hash = _of_one.hash = None
         with sass._driver_of(target):
             prebuilt.serve(kernel)
-            return kernel.warmup(torch.zeros(128, dtype=dtype), n, **{"TIMES": 2, "num_warps": 4, **options}, grid=(1,))
+            return kernel.warmup(torch.zeros(128, dtype=dtype), n, **{"TIMES": 2, "num_warps": 4, **how}, grid=(1,))
 
 
 @pytest.fixture
