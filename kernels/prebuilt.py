@@ -71,7 +71,8 @@ def name_of(src: Any, target: Any, options: Mapping[str, Any]) -> str:
     from triton.compiler.compiler import make_backend
 
     parsed = make_backend(target).parse_options(dict(options, **src.parse_options()))
-    return f"{parsed.arch}-{hashlib.sha256(f'{src.hash()}-{parsed.hash()}'.encode()).hexdigest()[:40]}"
+    found = hashlib.sha256(f"{src.hash()}-{parsed.hash()}".encode()).hexdigest()
+    return f"{getattr(parsed, 'arch', target.arch)}-{found[:40]}"
 
 
 def write(place: Path, name: str, compiled: CompiledKernel) -> None:
