@@ -10,7 +10,7 @@ from importlib import import_module
 from .terminal import run
 
 COMMANDS = {
-    "doctor": ("doctor", "check this machine: about 20 seconds, with GPUs 40, the first time 90"),
+    "doctor": ("doctor", "check this machine: about 20 seconds, with a GPU 25, or 40"),
     "plan": ("planner.command", "predict time and memory of training or generation: some seconds, no GPU"),
 }
 

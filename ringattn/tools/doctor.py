@@ -1,6 +1,6 @@
 """Check this machine, its settings and its arithmetic, with a verdict and advice for each finding.
 
-    python -m ringattn.doctor            # about 20 seconds; needs no GPU. With GPUs 40, the first time 90
+    python -m ringattn.doctor            # about 20 seconds; needs no GPU. With a GPU 25, or 40
     python -m ringattn.doctor --json     # the same as one JSON object
 
 It reports versions, GPUs and the links between them, environment variables that cost speed or hide faults, limits of
@@ -440,7 +440,7 @@ def main(argv: list[str] | None = None, name: str = "ringattn.doctor") -> int:
     findings = []
     if not args.json:
         compiles = torch.cuda.is_available()
-        print("about 40 seconds; 90 if kernels are compiled" if compiles else "about 20 seconds", flush=True)
+        print("about 25 seconds; 40 if kernels are compiled" if compiles else "about 20 seconds", flush=True)
     for finding in examine(all_checks(args.seconds)):
         findings.append(finding)
         if not args.json:
