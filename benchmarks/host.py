@@ -2,11 +2,14 @@
 
 python -m benchmarks.host                                            one GPU, next to torch's and FlashAttention-3's
 torchrun --standalone --nproc-per-node 2 -m benchmarks.host          over ranks
+... --stores 0 1073741824                                            by copies, and then by stores of kernels
 ... --profile 30                                                     the functions that take longest, by cProfile
 
 A row has medians in microseconds: ``host`` until a call has returned, ``wall`` until its work is done, both of calls
 one after another; ``gpu``: the wall time of the same calls in a CUDA graph, where they can be captured. The backward
 runs in the thread that calls it. Over ranks the first rows are torch's own attention on one GPU: hosts differ.
+``--stores`` takes rows of many lengths, and the bytes below which a kernel stores what ranks exchange
+(:data:`ringattn.dataflow.copy_engines.WORTH_COPIES`); where the rows cross, the constant belongs.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn
 from benchmarks.documents import bounds
+from ringattn.dataflow import copy_engines
+from ringattn.program import Programs
 from ringattn.tools.terminal import Parser
 
 ROWS = (  # tokens per rank, lengths of documents, heads
@@ -36,6 +41,7 @@ ROWS = (  # tokens per rank, lengths of documents, heads
     (8192, "published", (8, 1)),
     (4096, "published", (4, 1)),
 )
+LENGTHS = (*((n, None, (32, 8)) for n in (256, 512, 1024, 2048, 4096, 8192)), *ROWS[2:])
 HEAD_DIM = 128
 
 
@@ -110,6 +116,7 @@ def profile(call: Callable[[], object], functions: int) -> None:
 def main() -> None:
     parser = Parser("benchmarks.host", __doc__)
     parser.add_argument("--profile", type=int, metavar="N", help="print the N functions that take longest")
+    parser.add_argument("--stores", type=int, nargs="+", metavar="BYTES", help="compare these constants")
     parser.add_argument("--no-graphs", action="store_true", help="do not capture")
     args = parser.parse_args()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -120,15 +127,15 @@ def main() -> None:
     torch.autograd.set_multithreading_enabled(False)
     if rank == 0:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {ranks} ranks; microseconds")
-        print(f"{'':44}{'host':>8}{'wall':>8}{'gpu':>8}")
+        print(f"{'':60}{'host':>8}{'wall':>8}{'gpu':>8}")
 
-    def line(name: str, call: Callable[[], object]) -> None:
+    def line(name: str, call: Callable[[], object], graph: bool = True) -> None:
         for _ in range(8):
             call()
         host, wall = measured(call)
-        gpu = captured(call) if not args.no_graphs else None
+        gpu = captured(call) if graph and not args.no_graphs else None
         if rank == 0:
-            print(f"{name:44}{host:8.0f}{wall:8.0f}{'' if gpu is None else f'{gpu:8.0f}'}", flush=True)
+            print(f"{name:60}{host:8.0f}{wall:8.0f}{'' if gpu is None else f'{gpu:8.0f}'}", flush=True)
         if args.profile:
             (profile if rank == 0 else lambda call, n: [call() for _ in range(60)])(call, args.profile)
 
@@ -151,13 +158,21 @@ def main() -> None:
         for way, run in ways.items():
             if name != "FlashAttention-3" or run is forward:  # its wheel has no backward
                 line(f"{name}, 512 tokens, 32/8, {way}", partial(run, attend, *given))
-    for tokens, lengths, heads in ROWS if ranks > 1 else ():
+    worth = copy_engines.WORTH_COPIES
+    rows: list[tuple[str, int, ringattn.Plan, Callable[[], object]]] = []
+    for tokens, lengths, heads in (LENGTHS if args.stores else ROWS) if ranks > 1 else ():
         cu_seqlens = None if lengths is None else bounds(lengths, tokens * ranks, 0)
         plan = ringattn.plan(tokens * ranks, causal=True, dataflow="gather", cu_seqlens=cu_seqlens)
         given = tensors(plan.local_lengths[plan.rank], heads, device)
         for way, run in ways.items():
             name = f"{tokens}, {lengths or 'causal'}, {heads[0]}/{heads[1]}, {way}"
-            line(name, partial(run, partial(ringattn.attention, plan=plan), *given))
+            call = partial(run, partial(ringattn.attention, plan=plan), *given)
+            rows += [(f"{name}{f', {n:,}' if args.stores else ''}", n, plan, call) for n in args.stores or [worth]]
+    # Calls after a capture meet once more (Link.settle()): those in graphs come last.
+    for graph in (False,) if args.no_graphs else (False, True):
+        for name, copy_engines.WORTH_COPIES, plan, call_of_row in rows:
+            plan.programs = Programs()  # without calls that were recorded with another constant
+            line(f"{name}, graph" if graph else name, call_of_row, graph)
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -45,17 +45,9 @@ class Epoch(int):
 
     Attributes:
         name: of the number in the program that is recorded, "" if none is.
-        lag: exchanges since then.
     """
 
     name = ""
-    lag = 0
-
-    def before(self) -> Epoch:
-        """Return the number of the exchange before this one."""
-        last = Epoch((self - 1 + 2**31) % 2**32 - 2**31)
-        last.name, last.lag = self.name, self.lag + 1
-        return last
 
 
 class recorded(Generic[P, R]):
@@ -202,7 +194,7 @@ class Source:
     def value(self, x: Any) -> str:
         """Return an expression for an argument: a tensor, an Epoch, a list or tuple of arguments, or a constant."""
         if isinstance(x, Epoch) and x.name:
-            return self.number(x)
+            return x.name
         if isinstance(x, (list, tuple)) and type(x) in (list, tuple) and any(map(self.changes, x)):
             return f"[{', '.join(map(self.value, x))}]"
         if not isinstance(x, Tensor) and self.changes(x):
@@ -223,11 +215,6 @@ class Source:
         if isinstance(x, (list, tuple)):
             return any(map(self.changes, x))
         return bool(isinstance(x, Epoch) and x.name) or (isinstance(x, Tensor) and self.place(x) is not None)
-
-    @staticmethod
-    def number(x: Epoch) -> str:
-        """Return an expression for an Epoch, as 32 bits hold it."""
-        return x.name if not x.lag else f"({x.name} - {x.lag} + 2147483648) % 4294967296 - 2147483648"
 
     def address(self, x: Tensor) -> str | None:
         """Return an expression for the address of a tensor; None if it stays the same."""

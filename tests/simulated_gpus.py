@@ -146,7 +146,7 @@ class Words:
         for place, (address, value) in enumerate(zip(addresses, values, strict=True)):
             name = self.world.name_of(stream, address)
             if place not in waits:
-                stream.put(Operation(f"write {value} beside a wait", functools.partial(_store, address, value)))
+                stream.put(Operation(f"write {value} beside a wait", functools.partial(store_word, address, value)))
             elif not self.world.dropped & {name, f"{name} on {stream.role}"}:
                 ready = functools.partial(reached, address, value)
                 stream.put(Operation(f"wait for {name} {value}", lambda: None, ready))
@@ -154,7 +154,7 @@ class Words:
     def write(self, stream: Stream, value: int) -> None:
         for address in self.addresses:
             name = f"write {self.world.name_of(stream, address)} {value}"
-            stream.put(Operation(name, functools.partial(_store, address, value)))
+            stream.put(Operation(name, functools.partial(store_word, address, value)))
 
 
 class Copies:
@@ -178,7 +178,7 @@ def reached(address: int, value: int) -> bool:
     return (ctypes.c_int32.from_address(address).value - value) & 0xFFFFFFFF < 1 << 31
 
 
-def _store(address: int, value: int) -> None:
+def store_word(address: int, value: int) -> None:
     ctypes.c_uint32.from_address(address).value = value & 0xFFFFFFFF
 
 
@@ -264,9 +264,7 @@ class World:
         for begin, size in self.pads:
             if begin <= address < begin + size:
                 kind = (address - begin) // memory.WORD_BYTES // memory.MAX_RANKS
-                return (*memory.KIND_NAMES, *(f"{name} in a graph" for name in memory.KIND_NAMES), "COMING", "CLEARED")[
-                    kind
-                ]
+                return (*memory.KIND_NAMES, *(f"{name} in a graph" for name in memory.KIND_NAMES), "CLEARED")[kind]
         return "counters" if stream.role == "pushing" else "flags"
 
     def copy(self, stream: Stream, target: int, source: int, size: int) -> None:

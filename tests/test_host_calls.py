@@ -90,7 +90,7 @@ def test_a_replay_asks_for_the_same(monkeypatch: pytest.MonkeyPatch, name: str, 
     """Operation by operation: addresses of inputs and of what was there before are equal, and each tensor that the call
     makes has one address in either log."""
     host, both, inputs = host_of(monkeypatch, name, ranks)
-    host.of_links(lambda link: setattr(link, "epochs", [2**31 - 4, 2**31 - 3]))  # they wrap around meanwhile
+    host.of_links(lambda link: setattr(link, "epochs", [2**31 - 4, 2**31 - 3, 2**31 - 2]))  # they wrap around meanwhile
     keep_memory(monkeypatch)
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(5):
@@ -158,5 +158,6 @@ def test_a_repeated_call_makes_few_calls(
         counted = host.calls(lambda: both(*given))
         with torch.no_grad():
             of_forward = host.calls(lambda: ringattn.attention(*given[:3], host.plan, kernel="hopper"))
+    print("COUNT", name, ranks, of_forward, counted)
     assert of_forward <= forward
     assert counted <= whole

@@ -268,6 +268,7 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
     from ringattn.kernels.triton import forward as triton_forward
     from ringattn.partial import Partial
     from ringattn.peer import pack_rows, sum_runs
+    from ringattn.peer.link import Signal
 
     keys: set[Any] = set()
     cpu = torch.device("cpu")
@@ -310,11 +311,15 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
         begin.row_dot(q, dout)
         begin.begin_backward(queries, Outputs(q), dq)
         local, gradients = (torch.zeros(1, n, 2, 64, dtype=x) for x in (torch.bfloat16, torch.float32))
-        rows, own = (torch.zeros(1, 2, x, 128, dtype=torch.bfloat16) for x in (n, m))
-        table = pack_rows.run_table([(0, n, 0)], n, cpu)
-        pack_rows.pack_rows(local, local.clone(), own, table)
+        rows = torch.zeros(1, 2, n, 128)
+        signal = Signal(torch.zeros(6, 2, dtype=torch.int64), batch % 6, torch.zeros(1, dtype=torch.int32), batch)
+        for x in (local, gradients):  # keys and values; what a kernel stores of their gradients
+            row = 128 * x.element_size()
+            table = pack_rows.run_table([pack_rows.Run(0, n, 0, n * row)], n, cpu)
+            pack_rows.pack_rows(x, x.clone(), table)
+            pack_rows.pack_rows(x, x.clone(), table, batch % 2, signal)
         sums = sum_runs.sum_table([sum_runs.Piece(1, 0, n * 128, 0, n)], n, cpu)
-        sum_runs.sum_runs(sums, rows.float(), rows.float(), gradients, gradients.clone())
+        sum_runs.sum_runs(sums, rows, rows.clone(), gradients, gradients.clone())
 
     counts: list[int] = []
     splits: set[tile_scheduler.Split] = set()

@@ -7,6 +7,8 @@ for bit with sums in the order of ranks.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import itertools
 import weakref
@@ -18,10 +20,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 pytest.importorskip("triton")
-from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached
+from simulated_gpus import Deadlock, Shared, Stream, World, alias, reached, store_word
 from suite import few
 
 import ringattn
@@ -85,9 +86,14 @@ class Case:
     in_place: bool = False  # forward kernels read this rank's own keys where they are
     skips: bool = False  # forward kernels leave out some rows of keys, and do not wait for them
     replays: tuple[int, ...] = ()  # for each call, the replay of a captured graph that it is part of; 0: of none
+    stores: str = "none"  # which calls exchange by stores of kernels: "none", "all", "forward", "some" (of short rows)
 
     def of_call(self, number: int) -> Case:
         return replace(self, seq_len=self.lengths[number % len(self.lengths)]) if self.lengths else self
+
+    @property
+    def worth_copies(self) -> int:
+        return {"all": 1 << 30, "some": 600}.get(self.stores, 0)
 
     @property
     def keys(self) -> int:
@@ -214,17 +220,33 @@ class Kernels(Backend):
             return None
         return CompletionCounts(rows, tuple(rows * count for count in block.groups_k), block.groups_k)
 
-    def pack_rows(self, k: Tensor, v: Tensor, into: Tensor, table: packing.RunTable) -> None:
-        k, v, into = map(alias, (k, v, into))
-        runs = table.runs.tolist()
+    def pack_rows(
+        self, k: Tensor, v: Tensor, table: packing.RunTable, slot: int = 0, signal: packing.Signal | None = None
+    ) -> None:
+        """Store run by run in any order, and signal."""
+        k, v = map(alias, (k, v))
+        batch, tokens, heads, _ = k.shape
+        width = k.shape[3] + v.shape[3]
+        runs = {packing.Run(*run) for run in table.runs.tolist()}
 
-        def run(b: int) -> None:
-            rows = torch.cat([k[b], v[b]], -1).transpose(0, 1)
-            rows = pad(rows, (0, 0, 0, sum(length for offset, length, _ in runs if offset >= rows.shape[1])))
-            for offset, length, first in runs:
-                into[b, :, first : first + length] = rows[:, offset : offset + length]
+        def run(run: packing.Run, row: int) -> None:
+            b, h = divmod(row, heads)
+            at, size = run.address + row * run.row + slot * run.slot, run.length * width
+            memory = (ctypes.c_uint8 * (size * k.element_size())).from_address(at)
+            into = torch.frombuffer(memory, dtype=k.dtype).view(-1, width)
+            if run.offset >= tokens:
+                into.zero_()
+            else:
+                of_run = slice(run.offset, run.offset + run.length)
+                into.copy_(torch.cat([k[b, of_run, h], v[b, of_run, h]], -1))
 
-        self.world.kernel("pack", [(None, lambda b=b: run(b)) for b in range(k.shape[0])])
+        parts = [functools.partial(run, each, row) for each in sorted(runs) for row in range(batch * heads)]
+        self.world.random.shuffle(parts)
+        if signal is not None:
+            addresses = [address for address in signal.words[signal.which].tolist() if address]
+            number = int(signal.number)
+            parts += [functools.partial(store_word, address, number) for address in addresses]
+        self.world.kernel("pack", [(None, part) for part in parts])
 
     def sum_runs(self, table: summing.SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
         own, landed, dk, dv = map(alias, (own, landed, dk, dv))
@@ -255,6 +277,9 @@ class Kernels(Backend):
         monkeypatch.setattr(packing, "pack_rows", self.pack_rows)
         monkeypatch.setattr(summing, "sum_runs", self.sum_runs)
         monkeypatch.setattr(push, "new_counters", self.new_counters(push.new_counters))
+        monkeypatch.setattr(copy_engines, "WORTH_COPIES", self.case.worth_copies)
+        if self.case.stores == "forward":
+            monkeypatch.setattr(copy_engines.CopyEngines, "stores", lambda transfer, shape, backward: not backward)
 
     def new_counters(self, real: Any) -> Any:
         """Return a function that makes counters with the values after ``case.epoch`` calls."""
@@ -296,7 +321,7 @@ class Group:
     def _set_off(self, link: memory.Link) -> None:
         """Set epochs and words to their values after ``case.epoch`` calls."""
         epoch = (self.case.epoch + 2**31) % 2**32 - 2**31  # as int32
-        link.epochs = [epoch, epoch]
+        link.epochs = [epoch] * 3
         words = link.pad.memory.view(torch.int32)
         one = len(memory.KIND_NAMES) * memory.MAX_RANKS * memory.WORD_BYTES // 4
         words[:one].fill_(epoch)
@@ -321,7 +346,8 @@ class Group:
 
     def _plan(self, place: int, case: Case, kind: str) -> ringattn.Plan:
         buffer = 1 << 30
-        if case.heads_in_memory < case.kv_heads:  # where a rank fetches all keys
+        short = case.stores == "some" and case.seq_len < 20
+        if case.heads_in_memory < case.kv_heads and not short:  # where a rank fetches all keys
             head_bytes = case.batch * case.keys * WIDTH * (4 if kind == "forward" else 8)
             buffer = min(2 * case.heads_in_memory * head_bytes, case.kv_heads * head_bytes - 1)
         rank = Linked(place, len(self.ranks))
@@ -343,7 +369,10 @@ class Group:
         dout = torch.zeros(*q.shape[:3], WIDTH - DIM)
         lse = torch.zeros(case.batch, q.shape[2], q.shape[1])
         kept: list[object] = [k, v, q, dout, lse]
-        with self.world.host(self.mains[place][call.number % case.streams]):
+        stream, last = (self.mains[place][number % case.streams] for number in (call.number, call.number - 1))
+        with self.world.host(stream):
+            if stream is not last:
+                stream.wait_stream(last)  # as lockstep.Calls.follow()
             if call.kind == "forward":
                 Gather().forward(Attention(q, k, v, plan, SCORE, kernels))
                 size = case.batch * case.kv_heads * gathered_block(plan).seq_k * WIDTH
@@ -396,10 +425,11 @@ def play_two_groups(
     dropped: frozenset[str] = frozenset(),
     connections: int = 1 << 30,
     members: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (0, 2), (1, 3)),
+    stores: str = "none",
 ) -> None:
     """Play with ranks in two groups each, which queue calls of both, on a stream each, in an order of their own."""
     world = World(4, seed, dropped, connections)
-    cases = [Case(ranks=len(ranks), counts=0 if seed % 2 else 1) for ranks in members]
+    cases = [Case(ranks=len(ranks), counts=0 if seed % 2 else 1, stores=stores) for ranks in members]
     kernels = Kernels(world, cases[0])
     done = []
     with monkeypatch.context() as patch:
@@ -497,6 +527,28 @@ CASES = {
     "graphs, waits by streams": Case(
         waits=False, kv_heads=4, heads_in_memory=4, calls=("forward", "backward") * 4, replays=(0, 0, 1, 1, 2, 2, 0, 0)
     ),
+    "stores": Case(stores="all"),
+    "stores, two ranks": Case(ranks=2, batch=2, stores="all", calls=("backward", "forward") * 3),
+    "stores, runs apart": Case(ranks=2, seq_len=600, mask=APART, kv_heads=3, batch=2, stores="all"),
+    "stores, many runs": Case(ranks=3, layout="block-cyclic", seq_len=231, stores="all"),
+    "stores, empty shards": Case(ranks=5, seq_len=3, stores="all"),
+    "stores, one token": Case(ranks=3, seq_len=1, stores="all"),
+    "stores, a window": Case(ranks=4, mask=dict(window_size=(4, 2)), seq_len=33, stores="all"),
+    "stores, other keys": Case(ranks=3, seq_len=20, seq_len_k=31, mask={}, stores="all"),
+    "stores and pulls": Case(stores="some", lengths=(9, 40, 9, 9, 40), calls=("forward", "backward", "forward") * 4),
+    "stores in forwards": Case(stores="forward", calls=("forward", "backward", "forward") * 3),
+    "stores in forwards, in place": Case(stores="forward", in_place=True, calls=("forward", "backward", "forward") * 3),
+    "stores and waves": Case(
+        stores="some", lengths=(9, 40), kv_heads=3, heads_in_memory=1, calls=("forward", "backward", "backward") * 3
+    ),
+    "stores, streams in turn": Case(stores="all", streams=3, calls=("forward", "backward") * 5),
+    "stores, epochs wrap around": Case(stores="all", epoch=2**31 - 3, calls=("forward", "backward") * 4),
+    "stores, graphs": Case(
+        stores="all", calls=("forward", "backward") * 7, replays=(0, 0, 1, 1, 2, 2, 0, 0, 3, 3, 3, 3, 0, 0)
+    ),
+    "stores, graphs of forwards": Case(
+        stores="all", ranks=2, calls=("forward",) * 10, replays=(0, 0, 1, 0, 2, 2, 3, 4, 0, 5)
+    ),
     "numbers pass 2**32": Case(epoch=2**32 - 3, calls=("forward", "backward") * 4),
 }
 
@@ -523,7 +575,9 @@ def test_flags_and_counters_are_not_read_before_they_are_set(
 # are in place, and the rank's pulls of the last epoch are complete, so that their slot may be overwritten.
 NEEDED = {
     "READY": "one wave",
+    "READY on main": "stores",
     "LANDED": "one wave",
+    "LANDED on main": "stores",
     "FREE": "waves",
     "flags": "waits by streams",
     "kernel": "one wave",
@@ -532,7 +586,6 @@ NEEDED = {
     "main waits for pulling": "rows that no kernel waits for",
     "main waits for pushing": "waves",
     "pushing waits for main": "waits by streams",
-    "COMING": "graphs, waves",
     "CLEARED": "graphs of forwards",
     "READY in a graph": "a graph between calls",
     "LANDED in a graph": "a graph between calls",
@@ -591,9 +644,10 @@ def test_one_group_needs_one_connection(monkeypatch: pytest.MonkeyPatch, name: s
         play(monkeypatch, CASES[name], seed, connections=connections)
 
 
-def test_two_groups_in_flight_never_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(8):
-        play_two_groups(monkeypatch, seed)
+@pytest.mark.parametrize("stores", ["none", "all"])
+def test_two_groups_in_flight_never_deadlock(monkeypatch: pytest.MonkeyPatch, stores: str) -> None:
+    for seed in range(8 if stores == "none" else 4):
+        play_two_groups(monkeypatch, seed, stores=stores)
 
 
 def test_a_kernel_that_starts_before_its_peers_are_ready_may_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -807,14 +861,13 @@ def test_a_buffer_that_grows_is_not_given_away_while_another_stream_reads_it(
         link = memory.Link(0, 2, CPU, Shared(world, (0, 1)).of(0))
         buffer = link.receive_buffer(64)
         buffer.copy_(torch.full((64,), 7, dtype=torch.uint8))
-        link.released.record(first)
     with world.host(second):
-        second.wait_event(link.released)
+        second.wait_stream(first)  # calls follow each other
         inside = alias(buffer)
         world.kernel("attention", [(None, lambda: read.append(inside.clone()))])
-        link.released.record(second)
     del buffer
     with world.host(third):
+        third.wait_stream(second)
         link.receive_buffer(4096)
     with world.host(first):
         torch.full((64,), 9, dtype=torch.uint8)

@@ -44,7 +44,7 @@ from triton.language.extra.cuda import gdc_wait
 from ..contract import Result
 from ..launch import Launched, Launches, dispatch, on_device, prepare
 from ..triton.launch_parameters import padded
-from ..triton.primitives import INTERPRETED, bound, capability
+from ..triton.primitives import INTERPRETED, bound, capability, store_release
 from .finish import sum_states
 from .grid import power_of_two
 from .operands import part
@@ -226,26 +226,7 @@ def _send(
     tl.debug_barrier()  # the release is for what all threads have stored
     to = tl.arange(0, WORLD_P2)
     flags = _flag(tl.load(addresses + to, mask=to < WORLD, other=0), rank, WORLD)
-    _raise(flags, number, to < WORLD)
-
-
-# A store, and not an exchange: some links between GPUs have no atomics.
-_RAISE = tl.constexpr("""{
-.reg .pred one;
-setp.ne.s32 one, $3, 0;
-@one st.release.sys.global.b32 [$1], $2;
-mov.b32 $0, 0;
-}""")
-
-
-@triton.jit
-def _raise(flags, number, some):
-    """Store ``number`` at these addresses, after all stores before the last barrier."""
-    if INTERPRETED:
-        tl.store(flags.to(tl.pointer_type(tl.int32)), number, mask=some)
-    else:
-        args = [flags, number, some.to(tl.int32)]
-        tl.inline_asm_elementwise(_RAISE, "=r,l,r,r", args, dtype=tl.int32, is_pure=False, pack=1)
+    store_release(flags, number, to < WORLD)
 
 
 # $1 flag, $2 number, $3 shown, $4 patience, $5 gave_up, $6 rank. A thread that has seen the number waits for the others

@@ -219,6 +219,26 @@ def bound(x):
         return x
 
 
+# A store, and not an exchange: some links between GPUs have no atomics.
+_STORE_RELEASE = tl.constexpr("""{
+.reg .pred one;
+setp.ne.s32 one, $3, 0;
+@one st.release.sys.global.b32 [$1], $2;
+mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def store_release(addresses, number, some):
+    """Store an int32 at some of these addresses, which may be of other GPUs, after all stores before the last
+    barrier."""
+    if INTERPRETED:
+        tl.store(addresses.to(tl.pointer_type(tl.int32)), number, mask=some)
+    else:
+        args = [addresses, number, some.to(tl.int32)]
+        tl.inline_asm_elementwise(_STORE_RELEASE, "=r,l,r,r", args, dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def cut_tile(i, begin, full_begin, full_end):
     """Return position i of the two cut ranges ``[begin, full_begin)`` and ``[full_end, end)`` laid end to end."""

@@ -1,29 +1,35 @@
 """Keys and values that copy engines pull from the memory of the other GPUs of a host, and gradients that they push
-there (:mod:`ringattn.peer`)."""
+there (:mod:`ringattn.peer`); few bytes are stored there by kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..kernels.contract import Block, Keys
 from ..layouts.schedule import buffer_rows, head_groups
 from ..peer.link import Exchanges
 from ..peer.pull import FetchBuffers, Pattern, Pull
 from ..peer.push import GradientBuffers, Push
+from ..peer.store import StoreBuffers, store
 from ..shape import Shape
 from ..trace import named
 from .base import Call
 from .gathered import gathered_block, head_waves
 from .messages import Messages, row_bytes
+from .routes import tokens_sent
 from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
 
 # Bytes that are pulled in as much time as the host takes to queue the kernels of a group, some 80 us at 50 GB/s.
 WORTH_A_GROUP = 4 << 20
+# Bytes that a kernel stores in as much time as the host takes to queue copies, their flags and events in its place,
+# some 40 us at 200 GB/s. No attention hides stores, which take its multiprocessors.
+WORTH_COPIES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class CopyEngines(Transfer):
     inside = "copy engines"
     polls: ClassVar[bool] = True  # kernels may get keys that are still arriving
     in_graphs: ClassVar[bool] = True
+    may_store: ClassVar[bool] = True
     link: Exchanges | None = None
 
     @property
@@ -61,6 +68,13 @@ class CopyEngines(Transfer):
         tokens = sum(run.length for run in self.plan.fetches[rank] if run.owner != rank)
         pulled = shape.batch * tokens * heads * (shape.head_dim + shape.value_dim) * shape.itemsize
         return groups if pulled >= len(groups) * WORTH_A_GROUP else [slice(0, heads)]
+
+    def stores(self, s: Shape, backward: bool) -> bool:
+        """Return whether kernels store what ranks exchange: on every rank few bytes, in one wave."""
+        itemsize = s.state_itemsize if backward else s.itemsize
+        most = self.tables.once("most", lambda: _most_moved(tokens_sent(self.stages, self.plan.world_size)))
+        moved = s.batch * most * s.kv_heads * (s.head_dim + s.value_dim) * itemsize
+        return self.may_store and moved < WORTH_COPIES and len(self.waves(s, backward)) == 1
 
     def of(self, call: Call) -> Transfer:
         q = call.q
@@ -93,13 +107,24 @@ class CopyEngines(Transfer):
         assert link is not None
         key = ("gradient buffers", self.plan.handle, call.k.shape, call.v.shape, call.k.dtype)
         dtype = call.accumulation_dtype
-        return Push(link, link.prepare(key, lambda link: GradientBuffers(link, kv, dtype, self.pattern, cut)), kv)
+        targets = link.prepare(key, lambda link: GradientBuffers(link, kv, dtype, self.pattern, cut))
+        return Push(link, targets, kv, self.stores(call.shape, True))
+
+    def stored(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a call, which kernels have stored."""
+        k, v, link = call.k, call.v, self.link
+        assert link is not None
+        key = ("store buffers", self.plan.handle, k.shape, v.shape, k.dtype)
+        return store(link, link.prepare(key, lambda link: StoreBuffers(link, k, v, self.pattern)), k, v)
 
     def pull(self, call: Call, link: Exchanges, buffers: FetchBuffers, in_place: bool) -> Pull:
         """Return the keys and values of a call, which are pulled wave by wave."""
         return Pull(link, buffers, call.k, call.v, in_place)
 
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
+        if self.stores(call.shape, backward):
+            yield Part(0, None, call.q_heads(slice(0, call.shape.kv_heads)), Keys(*self.stored(call), block), True)
+            return
         link, buffers = self.buffers(call, backward)
         cut, pull = buffers.waves, self.pull(call, link, buffers, in_place)
 
@@ -148,9 +173,12 @@ class CopyEngines(Transfer):
         """Return the bytes of the memory that ranks share, and of the receive buffer."""
         plan, pattern, token = self.plan, self.pattern, s.batch * (s.head_dim + s.value_dim)  # elements of a key head
         heads, together = _in_memory(self.waves(s, backward))
-        # The buffer stays as large as the forward made it, which holds more heads because it has no gradients.
+        # Memory stays as large as the forward made it, whose waves hold more heads because they have no gradients.
+        passes = [False] if not backward else [False, True]
+        stored = [self.stores(s, of_backward) for of_backward in passes]
         buffered = max(together, _in_memory(self.waves(s, False))[1]) * buffer_rows(plan.fetches[plan.rank])
-        total = (2 * s.kv_heads * pattern.longest + buffered) * token * s.itemsize  # keys in two slots
+        longest = max(pattern.longest, max(map(buffer_rows, pattern.fetches)) * any(stored))
+        total = (2 * s.kv_heads * longest + buffered * (not all(stored))) * token * s.itemsize  # keys in two slots
         return total + backward * (pattern.ranks - 1) * heads * pattern.longest * token * s.state_itemsize  # pushed
 
     def wave_bytes(self, s: Shape) -> int:
@@ -169,6 +197,11 @@ class CopyEngines(Transfer):
         piece = s.batch * piece_elements(plan, s, queries, fetched, most)
         walk = s.batch * walk_bytes(s, [gathered_block(plan)] if plan.mask.is_union else []) * heads // s.kv_heads
         return (rows * token + piece) * s.state_itemsize + walk
+
+
+def _most_moved(sent: Sequence[Sequence[int]]) -> int:
+    """Return the most tokens that any rank sends or gets; ``sent[r][o]``: those from r to o."""
+    return max([*map(sum, sent), *map(sum, zip(*sent, strict=True))])
 
 
 def _in_memory(cut: list[slice]) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
 
     polls: ClassVar[bool] = False  # messages need multiprocessors, on which such a kernel might leave them no room
     in_graphs: ClassVar[bool] = False  # carrying needs messages
+    may_store: ClassVar[bool] = False
 
     @property
     def messages(self) -> HierarchicalMessages:

@@ -1,14 +1,14 @@
 """Exchanges of a captured CUDA graph, which each replay makes again without the host.
 
 A replay writes and waits for the same numbers as the one before. So a graph's exchanges have words of their own, beside
-those of :class:`.link.Link`, and count from 1. Where a graph begins, all ranks meet, set their words and ready flags
-to zero, and meet again; from then on its exchanges are those of any call, over the same memory. Work of the
-ranks before the first meeting is done after it, so that no one writes what another still reads: of the replay
-before, of another graph, or of a call outside of graphs. Such a call meets, too (:meth:`.link.Link.settle`).
+those of :class:`.link.Link`, and count from 1. Where a graph begins, each rank sets its words and ready flags to zero,
+and all ranks meet; from then on its exchanges are those of any call, over the same memory. Work of the ranks before
+the meeting is done after it, so that no one writes what another still reads: of the replay before, of another graph,
+or of a call outside of graphs. Such a call meets, too (:meth:`.link.Link.settle`). A word that is set to zero is
+signalled no more: a rank has waited for all signals of its exchanges.
 
-The words of a meeting are set to zero by the rank that has waited for them. There are two kinds, which take turns: a
-rank signals one of them again only after it has waited for the other, which the others signal after they have set the
-first to zero.
+The words of a meeting are set to zero by the rank that has waited for them, before it signals READY for the first
+exchange of the graph; the others have waited for that when they meet again.
 
 Numbers that repeat tell the watchdog nothing. It sees a wait of the main stream as it sees one for messages
 (:mod:`.watchdog`), and every wait of another stream for another rank is followed by one of the main stream for it.
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from ..memo import Memo
 from . import driver
-from .link import KIND_NAMES, Exchanges, Link
+from .link import KIND_NAMES, Exchanges, Link, Signal
 from .watchdog import IN_GRAPH, MOVED, MOVING, READY
 
 T = TypeVar("T")
-_COMING, _CLEARED = 2 * len(KIND_NAMES), 2 * len(KIND_NAMES) + 1  # kinds of words, after those of links and graphs
+_CLEARED = 2 * len(KIND_NAMES)  # a kind of words, after those of links and graphs
 
 
 class _Waited:
@@ -61,7 +61,8 @@ class Captured(Exchanges):
         super().__init__(link.rank, link.world_size, link.device, link.pad)
         self.number, self._link = number, weakref.proxy(link)
         self.pulling, self.pushing, self.moving = link.pulling, link.pushing, link.moving
-        self.timed_out = link.timed_out
+        self.timed_out, self.words, self.stored = link.timed_out, link.words, link.stored
+        self.main = self.current_stream()  # of the latest call
         kinds, board = range(len(KIND_NAMES)), link.board
         shown = () if board is None else (board.pinned(MOVING), board.pinned(MOVED))
         incoming = [self._incoming(kind) for kind in kinds]
@@ -71,13 +72,11 @@ class Captured(Exchanges):
         self._begin(shown, [address for words in incoming for address in words])
 
     def _begin(self, shown: tuple[int, ...], words: list[int]) -> None:
-        main = self.current_stream()
-        for kind, cleared in ((_COMING, words), (_CLEARED, [])):
-            incoming = [self._word(self.rank, kind, peer) for peer in self.peers]
-            driver.Words([self._word(peer, kind, self.rank) for peer in self.peers]).write(main, 1)
-            _Waited(incoming, IN_GRAPH + READY, shown, [*incoming, *cleared]).wait(main, 1)
-            if kind == _COMING:
-                self._link.flags_of_graphs.zero_()
+        main, incoming = self.current_stream(), [self._word(self.rank, _CLEARED, peer) for peer in self.peers]
+        driver.Words(words).write(main, 0)
+        self._link.flags_of_graphs.zero_()
+        driver.Words([self._word(peer, _CLEARED, self.rank) for peer in self.peers]).write(main, 1)
+        _Waited(incoming, IN_GRAPH + READY, shown, incoming).wait(main, 1)
 
     def _incoming(self, kind: int) -> list[int]:
         return [self._word(self.rank, kind + len(KIND_NAMES), peer) for peer in self.peers]
@@ -93,6 +92,9 @@ class Captured(Exchanges):
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         self._signals[kind].write(stream, epoch)
+
+    def signal_of(self, kind: int, epoch: int) -> Signal:
+        return self._link.signal_of(kind + len(KIND_NAMES), epoch)
 
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         if stream == self.current_stream():
@@ -122,8 +124,12 @@ def captured(link: Link) -> Captured | None:
     """Return the exchanges of the graph that is being captured; None where graphs cannot have them."""
     if not link.in_graphs:
         return None
-    capture, number = link.capture, driver.capture_of(link.current_stream())
+    stream, capture = link.current_stream(), link.capture
+    number = driver.capture_of(stream)
     if not isinstance(capture, Captured) or capture.number != number:
         capture = Captured(link, number)
         link.begin_capture(capture)
+    if stream != capture.main:  # as calls follow each other outside of graphs
+        stream.wait_stream(capture.main)
+        capture.main = stream
     return capture

@@ -40,8 +40,10 @@ class CarriedPull(Pull):
         self.move = move
         self.arrived: list[tuple[int, torch.cuda.Event]] = []  # by wave, its epoch and the end of its messages
 
-    def publish(self) -> None:
-        super().publish()
+    def pack(self, wave: int) -> None:
+        super().pack(wave)
+        if wave > 0:
+            return
         not_repeatable("messages carry keys")
         link, moving = self.link, self.link.moving
         moving.wait_stream(self.main)
@@ -71,4 +73,3 @@ class CarriedPull(Pull):
     def release(self, wave: int) -> None:
         if wave == self.last:
             self.main.wait_event(self.arrived[wave][1])  # this rank's messages have left
-            self.link.released.record(self.main)

@@ -7,12 +7,17 @@ only grows. There are three kinds of words, and one of each kind from every rank
     READY    the keys and values of this epoch are in place, and all pulls of the last epoch are complete
              (where ranks carry keys for others, an epoch more for each wave of those)
     LANDED   all contributions to gradients are in the memory of the ranks that own them
-    FREE     the contributions that this rank has received are summed, so their memory may be overwritten
+    FREE     the contributions to a wave of heads that this rank has received are summed, so their memory may be
+             overwritten by those of the next wave
 
-Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel. The
-replays of a captured graph have words and numbers of their own (:mod:`.captured`). A signal also goes to the board of
-:mod:`.watchdog`, in memory of the host: a rank that has signalled an epoch goes on to wait for that of the others, so
-the watchdog needs to know no more, but for FREE, which is waited for much later.
+A rank that is READY has also done all that was queued in earlier calls, whose streams the stream of this one has
+followed (:meth:`..transport.lockstep.Calls.follow`).
+
+Signals and waits are stream operations that need no multiprocessor, so they make progress next to any kernel; a
+kernel that packs signals when it is done (:class:`Signal`). The replays of a captured graph have words and numbers of
+their own (:mod:`.captured`). A signal also goes to the board of :mod:`.watchdog`, in memory of the host: a rank that
+has signalled an epoch goes on to wait for that of the others, so the watchdog needs to know no more, but for FREE,
+which is waited for later.
 """
 
 from __future__ import annotations
@@ -32,10 +37,11 @@ from .watchdog import FREE, LANDED, MEET, NEED_FREE, READY, Board
 T = TypeVar("T")
 KIND_NAMES = ("READY", "LANDED", "FREE")
 KEYS, GRADIENTS = range(2)  # regions and epochs: of keys and values, of contributions to their gradients
+WAVES = 2  # epochs: of waves of contributions that another one follows in the same call
 FLAG_WORDS = 8  # int32 numbers from one ready flag to the next: each is in a 32-byte sector of its own
 MAX_RANKS = 64  # on one host
 WORD_BYTES = 32  # from one word to the next: each is in a sector of its own
-_KINDS = 2 * len(KIND_NAMES) + 2  # of words: those above, those of captured graphs, and of the meetings of these
+_KINDS = 2 * len(KIND_NAMES) + 1  # of words: those above, those of captured graphs, and of the meetings of these
 _PAD_BYTES = _KINDS * MAX_RANKS * WORD_BYTES
 _MAX_PREPARED = 256  # shapes; packed documents bring another with every batch
 
@@ -54,6 +60,22 @@ class Region(NamedTuple):
     keep: object
 
 
+class Signal(NamedTuple):
+    """What a kernel tells other GPUs when all that it has stored is visible to them.
+
+    Attributes:
+        words: addresses of int32 words, (n, ranks) int64; 0: none.
+        which: the row of ``words`` that gets the number.
+        stored: (1,) int32, zero before and after.
+        number: an int32.
+    """
+
+    words: Tensor
+    which: int
+    stored: Tensor
+    number: int
+
+
 class Exchanges:
     """Words, numbers, streams and events of exchanges that follow one another.
 
@@ -61,7 +83,8 @@ class Exchanges:
         pad: memory of the words.
 
     Attributes:
-        epochs: the numbers of the last exchanges of ``KEYS`` and ``GRADIENTS``.
+        epochs: the numbers of the last exchanges of ``KEYS`` and ``GRADIENTS``, and of the last one of ``WAVES``.
+        words: see :class:`Signal`: a row for each kind of word, of calls and then of captured graphs.
         counters: completion counters of pushes, by shape; their memory is never replaced.
         timed_out: see :class:`~ringattn.kernels.contract.ReadyFlags`.
         pulling, pushing, moving: the streams of pulls, pushes and messages.
@@ -69,6 +92,8 @@ class Exchanges:
 
     counters: Memo[Any]
     timed_out: Tensor
+    words: Tensor
+    stored: Tensor
     pulling: torch.cuda.Stream
     pushing: torch.cuda.Stream
     moving: torch.cuda.Stream
@@ -76,10 +101,9 @@ class Exchanges:
     def __init__(self, rank: int, world_size: int, device: torch.device, pad: Region) -> None:
         self.rank, self.world_size, self.device, self.pad = rank, world_size, device, pad
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
-        self.epochs = [0, 0]
+        self.epochs = [0, 0, 0]
         self._exchanges = 0  # of keys and values
         # A call records an event again only after every wait for its previous record has been queued.
-        self.released = torch.cuda.Event()  # the last use of the receive buffer, maybe on another stream
         self.writable, self.pulled, self.pushed, self.written = (torch.cuda.Event() for _ in range(4))
 
     def current_stream(self) -> torch.cuda.Stream:
@@ -88,7 +112,8 @@ class Exchanges:
 
     @recorded
     def next_epoch(self, which: int) -> Epoch:
-        """Count one more exchange of ``KEYS`` or ``GRADIENTS`` and return its number, an int32 that wraps around."""
+        """Count one more exchange of ``KEYS``, ``GRADIENTS`` or ``WAVES`` and return its number, an int32 that wraps
+        around."""
         epoch = Epoch((self.epochs[which] + 1 + 2**31) % 2**32 - 2**31)
         self.epochs[which] = epoch
         return epoch
@@ -101,6 +126,10 @@ class Exchanges:
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
+        raise NotImplementedError
+
+    def signal_of(self, kind: int, epoch: int) -> Signal:
+        """Return the signal for a kernel that makes it when it is done."""
         raise NotImplementedError
 
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
@@ -164,6 +193,8 @@ class Link(Exchanges):
         self.tables: Memo[Any] = Memo(_MAX_PREPARED)  # on the GPU, without addresses
         self.counters = Memo(_MAX_PREPARED)
         self.timed_out = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.words = torch.tensor([self._all_words(kind) for kind in range(2 * len(KIND_NAMES))], device=device)
+        self.stored = torch.zeros(1, dtype=torch.int32, device=device)
         self.pulling, self.pushing, self.moving = (torch.cuda.Stream(device) for _ in range(3))
         self.in_graphs = False  # whether they can have its exchanges
         self.fixed = False  # whether memory must not be replaced
@@ -171,6 +202,14 @@ class Link(Exchanges):
         self._kept: dict[object, object] = {}  # memory that captured graphs use
 
     # ---------------------------------------------------------------- words
+
+    def _all_words(self, kind: int) -> list[int]:
+        """Return the addresses of this rank's words of a kind in the memory of all, its own one is on the board; 0
+        where there is none, and up to an even number, so that rows begin at multiples of 16 bytes."""
+        words = [self._word(owner, kind, self.rank) for owner in range(self.world_size)]
+        shown = self.board is not None and kind < len(KIND_NAMES)
+        words[self.rank] = self.board.pinned(kind) if shown else 0  # type: ignore[union-attr]
+        return [*words, *[0] * (self.world_size % 2)]
 
     @property
     def state(self) -> int:
@@ -196,6 +235,9 @@ class Link(Exchanges):
 
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         self._incoming[kind].wait(stream, epoch)
+
+    def signal_of(self, kind: int, epoch: int) -> Signal:
+        return Signal(self.words, kind, self.stored, epoch)
 
     def settle(self) -> None:
         if self.capture is not None:  # replays of all ranks, which may have come since: no words say so here
@@ -237,8 +279,8 @@ class Link(Exchanges):
         if size > len(self._receive):
             self._forget()
             # The allocator gives the old buffer to work of the stream on which it was allocated; its last use may have
-            # been on another stream.
-            self._receive_stream.wait_event(self.released)
+            # been on another stream, which the current one has followed.
+            self._receive_stream.wait_stream(self.current_stream())
             self._receive_stream = self.current_stream()
             with lasting():
                 self._receive = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -249,7 +291,7 @@ class Link(Exchanges):
         calls, and of captured graphs."""
         if self._flags.shape[1] < rows:
             self._forget()
-            self._flags_stream.wait_event(self.released)  # as in receive_buffer
+            self._flags_stream.wait_stream(self.current_stream())  # as in receive_buffer
             self._flags_stream = self.current_stream()
             with lasting():
                 self._flags = torch.full(

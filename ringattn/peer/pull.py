@@ -3,7 +3,8 @@
 Each rank packs its keys and values into memory that every rank can read, signals READY, and then copies the runs of
 tokens that it needs from the others into its receive buffer. It packs its own there, too, and zeros between runs,
 except those that a kernel reads where they are (:class:`ringattn.kernels.contract.OwnKeys`). The copies use no
-multiprocessor, so the attention that runs at the same time is not slowed down.
+multiprocessor, so the attention that runs at the same time is not slowed down. Few bytes are stored in the receive
+buffers of the other ranks by the kernel that packs (:mod:`.store`).
 
 A rank waits until every other rank is READY before it launches the attention. The kernel may start while its keys are
 still being pulled, and poll the ready flag of each row (:class:`ringattn.kernels.contract.ReadyFlags`). A kernel may
@@ -21,7 +22,6 @@ Memory is laid out by rows. A row is one key head of one batch element: (rows, t
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,7 +112,8 @@ class FetchBuffers:
         pattern: Pattern,
         waves: Sequence[slice],
     ) -> None:
-        rank, self._tables = link.rank, link.tables
+        self.rank = rank = link.rank
+        self._places: dict[tuple[bool, bool, bool], RunTable] = {}
         self.runs, self.lengths, self.waves = pattern.fetches[rank], pattern.lengths, waves
         self.batch, tokens, self.heads, dim = k.shape
         width = dim + v.shape[3]
@@ -127,12 +128,12 @@ class FetchBuffers:
         half = len(region.memory) // 2  # the same halves for all shapes
         self.slots = [[address + slot * half for address in region.addresses] for slot in range(2)]
         self.shared = [
-            _view(region.memory[slot * half :], k.dtype, (self.batch, self.heads, self.lengths[rank], width))
+            view_as(region.memory[slot * half :], k.dtype, (self.batch, self.heads, self.lengths[rank], width))
             for slot in range(2)
         ]
         self._both_flags = [flags[:, wave * self.rows : (wave + 1) * self.rows] for wave in range(len(waves))]
         self.buffers = [
-            _view(memory[wave % 2 * wave_bytes :], k.dtype, (self.batch, heads.stop - heads.start, self.keys, width))
+            view_as(memory[wave % 2 * wave_bytes :], k.dtype, (self.batch, heads.stop - heads.start, self.keys, width))
             for wave, heads in enumerate(waves)
         ]
         both = [buffer.transpose(1, 2) for buffer in self.buffers]
@@ -142,7 +143,8 @@ class FetchBuffers:
             (run.first, run.offset, run.length) for run in self.runs if run.owner == rank and run.offset < tokens
         )
         self.tokens, self.device = tokens, k.device
-        self.wanted_runs = self._table(pattern.published(rank))
+        self._published = pattern.published(rank)
+        self._half, self._wave_bytes = half, wave_bytes
         pulled = [run for peer in link.peers for run in self.runs if run.owner == peer] + carried
         self.near = np.array([run.offset < pattern.own[run.owner] for run in pulled], dtype=bool)
         numbers = np.array([(r.owner, r.offset, r.length, r.first) for r in pulled], dtype=np.int64)
@@ -163,24 +165,24 @@ class FetchBuffers:
             self._in_graph._use_flags(1)
         return self._in_graph
 
-    @functools.cached_property
-    def own_runs(self) -> RunTable:
-        """The runs of this rank's own tokens in the buffer, and zeros between runs."""
-        return self._own_table(self.own)
+    def places(self, publish: bool, own: bool, in_place: bool) -> RunTable:
+        """Return where this rank's tokens go: to the memory that others read, in two slots; to its receive buffer, with
+        zeros between runs. There waves take turns in two slots, and of what the attention reads in place is only what
+        shares a tile with other keys, see :class:`ringattn.kernels.contract.OwnKeys`."""
+        key = publish, own, in_place
+        if key not in self._places:
+            from .pack_rows import Run, run_table
 
-    @functools.cached_property
-    def own_edges(self) -> RunTable:
-        """The parts of them that share a tile with other keys, see :class:`ringattn.kernels.contract.OwnKeys`."""
-        return self._own_table(tile_edges(self.own))
-
-    def _own_table(self, runs: Sequence[tuple[int, int, int]]) -> RunTable:
-        return self._table([(offset, length, first) for first, offset, length in runs], gaps(self.runs))
-
-    def _table(self, runs: Sequence[tuple[int, int, int]], zeros: Sequence[tuple[int, int]] = ()) -> RunTable:
-        from .pack_rows import run_table
-
-        key = "runs", tuple(runs), self.tokens, tuple(zeros)
-        return self._tables.once(key, lambda: run_table(runs, self.tokens, self.device, zeros))  # type: ignore[no-any-return]
+            size, runs, zeros = self.row_bytes, list[Run](), gaps(self.runs) if own else ()
+            if publish:
+                at, row = self.slots[0][self.rank], self.lengths[self.rank] * size
+                runs += [Run(offset, n, at + first * size, row, self._half) for offset, n, first in self._published]
+            at, row, slot = self.buffers[0].data_ptr(), self.keys * size, 0 if publish else self._wave_bytes
+            some = (tile_edges(self.own) if in_place else self.own) if own else ()
+            runs += [Run(offset, length, at + first * size, row, slot) for first, offset, length in some]
+            runs += [Run(-1, past - first, at + first * size, row, slot) for first, past in zeros]
+            self._places[key] = run_table(runs, self.tokens, self.device)
+        return self._places[key]
 
     def of_wave(self, wave: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the key heads of a wave of this rank's keys and values."""
@@ -242,15 +244,9 @@ class FetchBuffers:
         return driver.Words([first + row * FLAG_WORDS * 4 for row in rows])
 
 
-def _view(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def view_as(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the first bytes of ``memory``, uint8, as a contiguous tensor."""
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-def _pack(k: Tensor, v: Tensor, into: Tensor, runs: RunTable) -> None:
-    from .pack_rows import pack_rows
-
-    pack_rows(k, v, into, runs)
 
 
 class Pull:
@@ -272,31 +268,27 @@ class Pull:
     def start(self, wave: int, groups: Sequence[slice]) -> None:
         """Start to pull a wave, in the order of the attention: groups of heads inside the wave."""
         link, main, pulling = self.link, self.main, self.link.pulling
-        if wave == 0:
-            driver.wait(main, link.released)
         driver.record(link.writable, main)  # all work that used this part of the receive buffer has been queued
-        if wave == 0:
-            self.publish()
-        # After that, so that the other ranks' signals and the first copies take no time of their own.
-        self._put_own(wave)
+        self.pack(wave)
         driver.wait(pulling, link.writable)
         if wave == 0:
             link.wait_for(pulling, READY, self.epoch)
         self.copy(wave, groups)
 
-    def publish(self) -> None:
-        """Pack the keys and values that other ranks get from this one into shared memory, and signal READY."""
-        # This slot was last read two exchanges ago, and a rank that was READY for the last one had completed the pulls
-        # of the one before.
-        _pack(self.k, self.v, self.buffers.shared[self.slot], self.buffers.wanted_runs)
-        self.link.signal(self.link.current_stream(), READY, self.epoch)
+    def pack(self, wave: int) -> None:
+        """Pack this rank's own keys and values of a wave into its receive buffer; with the first wave those that other
+        ranks get, into shared memory, and signal READY."""
+        from .pack_rows import pack_rows
 
-    def _put_own(self, wave: int) -> None:
-        """Pack this rank's own keys and values of a wave into its receive buffer; of those that the attention reads in
-        place only what shares a tile with others."""
-        buffers = self.buffers
-        runs = buffers.own_edges if self.in_place else buffers.own_runs
-        _pack(*buffers.of_wave(wave, (self.k, self.v)), buffers.buffers[wave], runs)
+        buffers, together = self.buffers, self.last == 0
+        if wave == 0:
+            # This slot was last read two exchanges ago, and a rank that was READY for the last one had completed the
+            # pulls of the one before.
+            ready = self.link.signal_of(READY, self.epoch)
+            pack_rows(self.k, self.v, buffers.places(True, together, self.in_place), self.slot, ready)
+        if not together:
+            k, v = buffers.of_wave(wave, (self.k, self.v))
+            pack_rows(k, v, buffers.places(False, True, self.in_place), wave % 2)
 
     def copy(self, wave: int, groups: Sequence[slice]) -> None:
         """Queue the copies of a wave, and the ready flags of its rows."""
@@ -324,6 +316,5 @@ class Pull:
         """Allow work that is queued from now on to reuse the memory of a wave. Call it after the wave's last kernel."""
         if wave == self.last:  # wait for the copies of rows that no kernel waited for, too
             driver.wait(self.main, self.link.pulled)
-            driver.record(self.link.released, self.main)
         else:
             self.wait(wave, slice(0, self.buffers.buffers[wave].shape[1]))

@@ -3,14 +3,17 @@
 A backward kernel writes the contributions of this rank, run by run of keys. Runs are pushed in groups of neighbours, as
 soon as a group is complete, while the kernel still works on others: the kernel raises completion counters
 (:class:`ringattn.kernels.contract.CompletionCounts`), and the stream of the copies waits for them. Groups of few bytes
-are pushed together (:data:`.driver.WORTH_A_CALL`). When all ranks have signalled LANDED, each owner sums what it has
-received, in the order of ranks, so that the result has the same bits in every run, and signals FREE.
+are pushed together (:data:`.driver.WORTH_A_CALL`). Few bytes in all are stored by one kernel, after that of the
+attention (:mod:`.store`). When all ranks have signalled LANDED, each owner sums what it has received, in the order of
+ranks, so that the result has the same bits in every run, and signals FREE if another wave follows. The first wave of a
+call needs no FREE: its owners have been READY for its keys, after all sums of earlier calls.
 
 Memory is laid out by rows, as for pulls: (rows, tokens, head_dim + head_dim_v).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -24,13 +27,14 @@ from torch import Tensor
 from ..kernels.contract import CompletionCounts
 from ..layouts.schedule import Fetch, buffer_rows
 from ..memo import Memo
-from ..program import Epoch, Source, recorded
+from ..program import Source, recorded
 from . import driver
-from .link import GRADIENTS, Exchanges, Link
+from .link import GRADIENTS, WAVES, Exchanges, Link
 from .pull import Pattern
 from .watchdog import FREE, LANDED
 
 if TYPE_CHECKING:
+    from .pack_rows import RunTable
     from .sum_runs import SumTable
 
 _COUNTERS = 4096  # at least this many together: other documents have other numbers of runs
@@ -126,6 +130,19 @@ class GradientBuffers:
         self.addresses, self.landed = region.addresses, region.memory.view(dtype)
         self.table = self._table(link, pattern.fetches, pattern.lengths[link.rank])
         self._steps: Memo[_Steps] = Memo(16)
+        self._device = k.device
+
+    @functools.cached_property
+    def places(self) -> RunTable:
+        """Where this rank's contributions to other ranks' keys go."""
+        from .pack_rows import Run, run_table
+
+        size, others = self.row_bytes, [run for run in self.runs if run.owner != self.rank]
+        runs = [
+            Run(run.first, run.length, self._target(run.owner) + run.offset * size, self.lengths[run.owner] * size)
+            for run in others
+        ]
+        return run_table(runs, self.keys, self._device)
 
     def in_graph(self) -> GradientBuffers:
         """Return the same: they hold no numbers of exchanges."""
@@ -199,24 +216,30 @@ class Push:
 
     Args:
         like: keys and values of this rank.
+        stores: a kernel stores the contributions, which are one wave.
 
     Attributes:
         dk, dv: their gradients, complete when all waves are finished.
     """
 
-    def __init__(self, link: Exchanges, targets: GradientBuffers, like: tuple[Tensor, Tensor]) -> None:
-        self.link, self.targets, self._kept_counters = link, targets, link.counters
+    def __init__(
+        self, link: Exchanges, targets: GradientBuffers, like: tuple[Tensor, Tensor], stores: bool = False
+    ) -> None:
+        self.link, self.targets, self.stores, self._kept_counters = link, targets, stores, link.counters
         self.main = link.current_stream()
         self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
         self.partials: dict[int, Tensor] = {}  # contributions by wave, until they are summed
-        self.epoch = Epoch()
+        self.epoch = self.freed = 0
 
     def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
         """Return the tensors for this rank's contributions of a wave, (batch, keys, heads, head_dim or head_dim_v)."""
         t, heads = self.targets, self.targets.waves[wave]
-        count, keys, width = heads.stop - heads.start, t.keys, t.width
-        partial = torch.empty(t.batch, count, keys, width, dtype=t.dtype, device=self.dk.device)
-        self.partials[wave] = partial
+        shape = t.batch, heads.stop - heads.start, t.keys, t.width
+        self.partials[wave] = torch.empty(shape, dtype=t.dtype, device=self.dk.device)
+        return self._gradients(self.partials[wave])
+
+    def _gradients(self, partial: Tensor) -> tuple[Tensor, Tensor]:
+        t, (_, count, keys, width) = self.targets, partial.shape
         strides = (count * keys * width, width, keys * width, 1)
         dk = partial.as_strided((t.batch, keys, count, t.dim), strides)
         return dk, partial.as_strided((t.batch, keys, count, t.dim_v), strides, t.dim)
@@ -244,11 +267,17 @@ class Push:
         kernel works if it counts what is complete, else when it is done."""
         link, partial, pushing = self.link, self.partials[wave], self.link.pushing
         self.epoch = link.next_epoch(GRADIENTS)
+        if self.stores:
+            from .pack_rows import pack_rows
+
+            pack_rows(*self._gradients(partial), self.targets.places, 0, link.signal_of(LANDED, self.epoch))
+            return
         counters = None if counts is None else self._counters(math.prod(self._shape(wave, counts)))
         if counters is None:
             driver.record(link.written, self.main)
             driver.wait(pushing, link.written)
-        link.wait_for(pushing, FREE, self.epoch.before())
+        if wave > 0:
+            link.wait_for(pushing, FREE, self.freed)
         steps = self.targets.steps(partial.shape[0] * partial.shape[1], counts)
         if counters is not None:
             counters.expect(steps.growth)
@@ -273,9 +302,12 @@ class Push:
 
         link, targets, main = self.link, self.targets, self.main
         link.wait_for(main, LANDED, self.epoch)
-        driver.wait(main, link.pushed)
+        if not self.stores:
+            driver.wait(main, link.pushed)
         sum_runs(targets.table, self.partials.pop(wave), targets.landed, dk, dv)
-        link.signal(main, FREE, self.epoch)
+        if wave + 1 < len(targets.waves):
+            self.freed = link.next_epoch(WAVES)
+            link.signal(main, FREE, self.freed)
 
 
 def new_counters(count: int, device: torch.device) -> Counters:
