@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn import plan_arguments, virtual
+from ringattn import operators, plan_arguments, virtual
 from ringattn.errors import Desynchronized
+from ringattn.kernels.contract import Result
 from ringattn.transport import lockstep
 from ringattn.transport.group import GroupTransport
 from ringattn.transport.lockstep import Calls
@@ -210,6 +211,77 @@ def test_an_argument_error_of_all_ranks_leaves_the_group_usable(pools: Callable[
     for first, again in pools(world_size).run(refused_by, (0, 1)):
         assert first[0] == "ValueError"
         assert again == ("", "no error")
+
+
+class Captured:
+    """A dataflow of which a captured graph executes nothing; it fails where it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def forward(self, call: Any) -> Result:
+        if self.fails:
+            raise RuntimeError("a table is missing")
+        return call.no_keys()
+
+
+def captured(plan: ringattn.Plan, x: torch.Tensor, fails: Sequence[bool], then: Callable[[], object]) -> None:
+    """Capture one layer, do something, and capture some more."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(lockstep, "capturing", lambda: True)
+        for layer, failing in enumerate(fails):
+            patch.setattr(operators, "choose_dataflow", lambda *how, failing=failing: Captured(failing))
+            if layer == 1:
+                then()
+            ringattn.attention(x, x, x, plan)
+
+
+def captures(failing: tuple[int, ...], ahead: bool) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Capture three layers, of which the second fails on some ranks while the others are in it or have captured all.
+    Return the errors until a call succeeds, and those of another capture and a call."""
+    plan, x = make()
+    ringattn.attention(x, x, x, plan)
+    failed = plan.rank in failing
+    errors = [error_of(captured, plan, x, [False, failed, False], dist.barrier if failed == ahead else lambda: None)]
+    if failed != ahead:
+        dist.barrier()
+    dist.barrier()  # the capture has failed
+    while errors[-1][0] or len(errors) == 1:
+        errors.append(error_of(ringattn.attention, x, x, x, plan))
+    again = [error_of(captured, plan, x, [False] * 3, lambda: None), error_of(ringattn.attention, x, x, x, plan)]
+    return [error for error in errors if error[0]], again
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_capture_that_fails_is_named_and_all_can_capture_again(pools: Callable[[int], Pool], world_size: int) -> None:
+    for failing, ahead in (((0,), False), ((0,), True), (tuple(range(world_size)), True), ((world_size - 1,), True)):
+        for rank, (errors, again) in enumerate(pools(world_size).run(captures, failing, ahead)):
+            (error,) = errors
+            assert again == [("", "no error")] * 2, (failing, ahead)
+            if rank in failing:
+                assert error == ("RuntimeError", "a table is missing")
+            else:
+                assert error[0] == "RankFailed"
+                assert error[1].startswith(f"the capture of a CUDA graph failed on rank {failing[0]}")
+                assert error[1].endswith("a table is missing")
+
+
+def captured_by(rank: int) -> tuple[str, str]:
+    """Capture a call on one rank, which the others execute."""
+    plan, x = make()
+    with torch.no_grad():
+        ringattn.attention(x, x, x, plan)
+        if plan.rank == rank:
+            captured(plan, x, [False], lambda: None)
+        dist.barrier()
+        return ("", "") if plan.rank == rank else error_of(ringattn.attention, x, x, x, plan)
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_a_call_that_one_rank_captures_is_another_one(pools: Callable[[int], Pool], world_size: int) -> None:
+    kind, text = pools(world_size).run(captured_by, 0)[1]
+    assert kind == "Desynchronized"
+    assert "of rank 0 attention() forward, captured" in text
 
 
 def decode_refused_by(ranks: tuple[int, ...]) -> tuple[tuple[str, str], tuple[str, str]]:

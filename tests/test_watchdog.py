@@ -17,12 +17,14 @@ import pytest
 from ringattn.peer import watchdog
 from ringattn.peer.watchdog import (
     FREE,
+    IN_GRAPH,
     LANDED,
     LEFT,
     MOVED,
     MOVING,
     NEED_FREE,
     READY,
+    ROUND,
     Board,
     CallMark,
     Process,
@@ -74,6 +76,24 @@ def test_the_time_limit_counts_from_when_a_stream_reaches_its_wait(boards: list[
     assert peer == 2
     assert text.startswith("waited 11.0 s for the keys and values of exchange 2: rank 2 (process ")
     assert "runs, but has not come: it has begun 0 calls and this rank 0" in text
+
+
+def test_a_rank_whose_capture_has_failed_is_named_with_the_reason(boards: list[Board]) -> None:
+    """By one that replays its graph, after the time limit: the GPU of the other may be at earlier work."""
+    for board in boards:
+        board.begin(LIMIT, FIRST, "attention(), captured")
+    boards[1].begin(LIMIT, CallMark(ROUND + 1, 7, refused=True), "a table is missing")
+    for rank in (0, 2):
+        boards[rank].set_word(rank, MOVING, IN_GRAPH + READY)
+    watch = Watch(boards[0], [1, 2])
+    assert problem(watch, 9) is None
+    peer, text = problem(watch, 3) or (None, "")
+    assert peer == 1
+    assert text.endswith("could not capture its CUDA graph: a table is missing")
+    boards[1].begin(LIMIT, CallMark(ROUND + 2, 8), "attention()")
+    assert boards[0].later_round(1, 1) == 1
+    assert boards[0].later_round(1, ROUND + 1) == 0
+    assert boards[0].later_round(2, 1) == 0
 
 
 def test_a_limit_of_the_call_is_that_of_its_plan(boards: list[Board]) -> None:

@@ -53,6 +53,7 @@ _CALL_AT, _WORDS_AT, _NAME_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64
 _REFUSED_AT, _CALLS_AT, _ROW_BYTES = 896, 1152, 2048
 _CALLS = (_ROW_BYTES - _CALLS_AT) // 8  # the latest calls of a rank, one word each
 _NUMBERS = 1 << 30
+ROUND = 1 << 20  # calls of a round, more than ranks are apart, see :meth:`..transport.lockstep.Calls.restart`
 _PAGE = mmap.PAGESIZE
 _PERIOD = 0.1  # seconds between checks
 _GRACE = 0.5  # seconds that a wait goes on after a peer is dead: what it had signalled may just arrive
@@ -274,6 +275,13 @@ class Board:
         """Return the other ranks that have entered this board."""
         return [rank for rank in range(self.world_size) if rank != self.rank and self.process(rank).number]
 
+    def later_round(self, rank: int, number: int) -> int:
+        """Return the round of the latest call of a rank if it is later than that of a call of this number, because a
+        capture of that rank has failed; else 0."""
+        later = self.calls_of(rank) // ROUND
+        first = self.call(rank, later * ROUND + 1) if later > number // ROUND else None
+        return later if first is not None and first.refused else 0
+
     # The cause of a failure
 
     def cause(self, ranks: Sequence[int], *, stopped: bool = False, other: int | None = None) -> tuple[int | None, str]:
@@ -331,6 +339,9 @@ class Board:
             if self.process(rank).state() == "is stopped":
                 return rank, f"{self.name(rank)} {self.process(rank).problem()}"
         calls = self.calls_of(self.rank)
+        for rank in visible:
+            if self.later_round(rank, calls):
+                return rank, f"{self.name(rank)} could not capture its CUDA graph: {self.shown(rank, refused=True)}"
         slower = [rank for rank in visible if self.calls_of(rank) < calls]
         if unseen and not slower:
             return None, (

@@ -9,7 +9,7 @@ import os
 import stat
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,28 @@ def close(gloo: Any) -> None:
         if peer != gloo.rank():
             with contextlib.suppress(RuntimeError):
                 gloo.recv([_nothing], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
+
+
+def close_all(
+    own: Any, group: weakref.ref[dist.ProcessGroup], backends: Mapping[str, str], device: torch.device
+) -> None:
+    """Close the connections of this rank, so that the others do not wait for it until their time limit.
+
+    Args:
+        own: the gloo group that was made for the ranks, if any.
+        group: that of the user, which may be gone.
+        backends: of it, by the types of devices.
+    """
+    if own is not None:
+        with contextlib.suppress(Exception):
+            close(own)
+    with contextlib.suppress(Exception):
+        users: Any = alive(group)
+        for kind, backend in backends.items():
+            if backend == "gloo":
+                close(users._get_backend(torch.device(kind)))
+        if device.type == "cuda":
+            users._get_backend(device).abort()
 
 
 def abandon(groups: Iterable[Any]) -> None:

@@ -31,7 +31,7 @@ from ..memo import Memo, lasting
 from ..peer.connect import Ranks, by_host, connect
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
-from ..peer.watchdog import CallMark
+from ..peer.watchdog import ROUND, CallMark
 from ..program import not_repeatable
 from . import background, gloo, lockstep
 from .gloo import DEFAULT_TIMEOUT
@@ -107,8 +107,9 @@ class Transport:
         self.calls.follow(self.device)
         self.call, self.dataflow, self.step = call, dataflow, -1
         self.timeout = self.limit if timeout is None else timeout
-        text = f"{call}, {details}" if details else call
-        self._record(self.calls.begin("" if compares else text, compares), text)  # an exchange compares names
+        captured = ", captured" if lockstep.capturing() else ""  # which other ranks do not execute, either
+        text = f"{call}, {details}{captured}" if details else call + captured
+        self._record(self.calls.begin(captured if compares else text, compares), text)  # an exchange compares names
 
     def refuse(self, call: str, error: Exception) -> None:
         """Report invalid arguments in a call that ranks do not compare; the group is unusable from then on."""
@@ -124,8 +125,9 @@ class Transport:
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-        different message. Errors that ranks compare are raised on all of them before anything is sent: not noted."""
-        if self.world_size > 1 and not self.given_up:
+        different message. Errors that ranks compare are raised on all of them before anything is sent: not noted; nor
+        is what only ends the capture of a CUDA graph, see :mod:`.lockstep`."""
+        if self.world_size > 1 and not self.given_up and not lockstep.ends_capture(error):
             self.given_up = (
                 f"an earlier call on this group raised {in_short(error)}; its ranks may be at different messages: "
                 "restart them, or go on with plans of a new group (dist.new_group)"
@@ -364,6 +366,9 @@ class GroupTransport(Transport):
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Also tell the other ranks, with the place or ``where``, and close the connections to them. Never raises."""
+        # Who is not on the board would not hear that a capture has failed.
+        if self.world_size > 1 and len(self.health.here) == self.world_size - 1 and lockstep.ends_capture(error):
+            return self._begin_round(self.calls.number // ROUND + 1, error)
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
@@ -371,9 +376,9 @@ class GroupTransport(Transport):
         with contextlib.suppress(Exception):
             gave_up = "" if self._link is None else self._link.gave_up()
             self.health.fail(error, where or f" in {self._place().where}{gave_up}")
-        closing = background.start(self._close_all)  # with a limit: it may hang
-        if closing is None:
-            self._close_all()
+        close = functools.partial(gloo.close_all, self.gloo, self._group, self.backends, self.device)
+        if (closing := background.start(close)) is None:  # with a limit: it may hang
+            close()
         else:
             closing.done.wait(5.0)
 
@@ -383,18 +388,6 @@ class GroupTransport(Transport):
             self._closed = True  # the connections are the other process's
             self.given_up = f"this process is a fork of rank {self.rank}'s, which alone may make calls on this group"
             self.health.forked()
-
-    def _close_all(self) -> None:
-        """Close the connections of this rank, so that the others do not wait for it until their time limit."""
-        if self.gloo is not None:
-            with contextlib.suppress(Exception):
-                gloo.close(self.gloo)
-        with contextlib.suppress(Exception):  # the group may be gone already
-            for device, backend in self.backends.items():
-                if backend == "gloo":
-                    gloo.close(self.group._get_backend(torch.device(device)))
-            if self.device.type == "cuda":
-                self.group._get_backend(self.device).abort()
 
     @property
     def linked(self) -> tuple[tuple[int, ...], ...]:
@@ -414,8 +407,15 @@ class GroupTransport(Transport):
         other = self.health.begin(self.timeout, call, shown)
         if other is not None:
             error = self.health.other_call(other, call.number)
-            self.note_failure(error)
+            number = self.health.later_round(other, call.number)
+            self._begin_round(number, error) if number else self.note_failure(error)
             raise error
+
+    def _begin_round(self, number: int, error: BaseException) -> None:
+        """Begin a round of calls with one that this rank refuses, after a capture has failed."""
+        self.health.begin(self.timeout, self.calls.begin_round(number), text_of(error))
+        if self._link is not None:  # on all ranks: some may have begun a graph
+            self._link.begin_capture(self._link.capture or self._link)
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:

@@ -203,21 +203,32 @@ class Health:
 
     def begin(self, limit: float, call: CallMark, shown: str) -> int | None:
         """Record that this rank begins its next call, with a time limit in seconds. Return a rank of this host that is
-        in another call, if there is one and not both compare their arguments, which detects it on all ranks."""
+        in another call, if there is one and not both compare their arguments, which detects it on all ranks, or whose
+        capture of a CUDA graph has failed since."""
         if self.board is None:
             return None
         self.board.begin(limit, call, shown)
         for rank in self.here:
             other = self.board.call(rank, call.number)
-            if other is not None and other.digest != call.digest and not (call.compares and other.compares):
+            if other is None:
+                if self.later_round(rank, call.number):
+                    return rank
+            elif other.digest != call.digest and not (call.compares and other.compares):
                 return rank
         return None
+
+    def later_round(self, rank: int, number: int) -> int:
+        """Return the round of calls of a rank of this host if it is later than that of a call, because a capture of
+        that rank has failed; else 0."""
+        return 0 if self.board is None else self.board.later_round(rank, number)
 
     def other_call(self, rank: int, number: int) -> Exception:
         """Return the error for a rank of this host whose call of this number is not that of this rank."""
         board = self.board
         assert board is not None
         own, other = board.shown(self.rank), board.call(rank, number)
+        if other is None and self.later_round(rank, number):
+            return lockstep.refused_by(rank, lockstep.CAPTURE, board.shown(rank, refused=True), self.ranks)
         if other is not None and other.refused:
             return lockstep.refused_by(rank, own, board.shown(rank, refused=True), self.ranks)
         theirs = (rank, board.calls_of(rank), board.shown(rank))

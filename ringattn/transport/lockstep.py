@@ -10,6 +10,10 @@ order. Three comparisons detect that:
   in one exchange, before anything is sent;
 * with ``RINGATTN_CHECK=1``, every call, forward and backward, by all ranks, with the lines of the program that led to
   it. An exchange takes 0.1 ms and more, so this is for debugging.
+
+A rank whose capture of a CUDA graph has failed has executed nothing of it. So its group stays usable: it begins a new
+round of calls, the other ranks hear of it in their next call and do the same, and all may capture again. One that
+already replays its graph waits, until the watchdog ends it and names the rank.
 """
 
 from __future__ import annotations
@@ -24,15 +28,15 @@ from types import FrameType
 
 import torch
 
-from ..errors import Desynchronized, RankFailed, rank_name
-from ..peer.watchdog import CallMark
+from ..errors import Desynchronized, ExchangeFailed, RankFailed, rank_name
+from ..peer.watchdog import ROUND, CallMark
 
 _SAME = (
     "Every rank must make the same calls in the same order: look for code that only some ranks run, such as an "
     "evaluation on rank 0, and for layers whose backwards run in another order"
 )
 ADVICE = {name: _SAME for name in ("grad_mode", "training", "line", "calls", "forward")}
-_ROUND = 1 << 20  # more calls than ranks are apart
+CAPTURE = "the capture of a CUDA graph"
 _LIBRARIES = {"ringattn", "torch", *sys.stdlib_module_names}
 
 
@@ -87,7 +91,23 @@ class Calls:
 
     def restart(self) -> None:
         """Continue from one number on all ranks, after all of them have heard that they are in different calls."""
-        self.number, self.digest = (self.number // _ROUND + 1) * _ROUND, 0
+        self.number, self.digest = (self.number // ROUND + 1) * ROUND, 0
+
+    def begin_round(self, number: int) -> CallMark:
+        """Count the first call of a round, which this rank refuses: its capture of a CUDA graph has failed, or that of
+        another rank."""
+        self.number, self.digest = number * ROUND, 0
+        return self.begin_refused(CAPTURE)
+
+
+def capturing() -> bool:
+    """Return whether the current stream is captured in a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def ends_capture(error: BaseException) -> bool:
+    """Return whether an error ends no more than the capture of a CUDA graph, of which nothing has been executed."""
+    return isinstance(error, Exception) and not isinstance(error, ExchangeFailed) and capturing()
 
 
 def refused_by(rank: int, call: str, reason: str, ranks: Sequence[int] = ()) -> RankFailed:
