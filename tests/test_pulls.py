@@ -42,6 +42,7 @@ from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
 from ringattn.peer.captured import Captured
 from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
+from ringattn.shape import Shape
 from ringattn.virtual import VirtualRank
 
 DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v
@@ -707,6 +708,29 @@ def test_a_shape_is_prepared_once_and_again_after_memory_has_been_replaced(monke
         ("FetchBuffers", 4), ("FetchBuffers", 7), ("FetchBuffers", 8),  # 7: all are dropped with the old memory
         ("GradientBuffers", 11), ("FetchBuffers", 11),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stores", ["none", "all", "forward"])
+def test_memory_that_stays_is_what_was_predicted(monkeypatch: pytest.MonkeyPatch, stores: str) -> None:
+    asked = {0: 0, 1: 0, "receive": 0}  # the most bytes of each
+    reserve, receive = memory.Link.reserve, memory.Link.receive_buffer
+
+    def reserve_noted(link: memory.Link, which: int, size: int) -> memory.Region:
+        asked[which] = max(asked[which], size * (link.rank == 0))
+        return reserve(link, which, size)
+
+    def receive_noted(link: memory.Link, size: int) -> Tensor:
+        asked["receive"] = max(asked["receive"], size * (link.rank == 0))
+        return receive(link, size)
+
+    monkeypatch.setattr(memory.Link, "reserve", reserve_noted)
+    monkeypatch.setattr(memory.Link, "receive_buffer", receive_noted)
+    case = Case(ranks=2, batch=2, kv_heads=3, heads_in_memory=3, mask=APART, stores=stores)
+    group = alone(monkeypatch, case, [("forward", 600), ("backward", 600)])
+    shape = Shape(2, 6, 3, DIM, WIDTH - DIM, 4)
+    plan = group.plan(0, replace(case, seq_len=600), "backward")
+    assert Gather().kept_bytes(plan, shape) == sum(asked.values())
+    assert (asked["receive"] == 0) == (stores == "all")
 
 
 def test_the_least_recently_used_shape_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
