@@ -18,6 +18,7 @@ from simulated_host import Host
 
 import ringattn
 from ringattn import operators
+from ringattn.dataflow import copy_engines
 from ringattn.kernels import launch_paths
 from ringattn.program import Program
 
@@ -158,6 +159,26 @@ def test_a_repeated_call_makes_few_calls(
         counted = host.calls(lambda: both(*given))
         with torch.no_grad():
             of_forward = host.calls(lambda: ringattn.attention(*given[:3], host.plan, kernel="hopper"))
-    print("COUNT", name, ranks, of_forward, counted)
     assert of_forward <= forward
+    assert counted <= whole
+
+
+@pytest.mark.parametrize(("worth_copies", "forward", "whole"), [(0, 12, 35), (1 << 30, 3, 11)])
+def test_a_repeated_call_asks_the_device_for_little(
+    monkeypatch: pytest.MonkeyPatch, worth_copies: int, forward: int, whole: int
+) -> None:
+    """Launches, batches of copies and of words, and events: of copies between two ranks, and of stores."""
+    monkeypatch.setattr(copy_engines, "WORTH_COPIES", worth_copies)
+    host, both, inputs = host_of(monkeypatch, "causal", 2)
+    given = inputs()
+    with torch.autograd.set_multithreading_enabled(False):
+        for _ in range(6):
+            both(*given)
+        host.log.clear()
+        both(*given)
+        counted = len(host.log)
+        host.log.clear()
+        with torch.no_grad():
+            ringattn.attention(*given[:3], host.plan, kernel="hopper")
+    assert len(host.log) <= forward, host.log
     assert counted <= whole

@@ -125,9 +125,8 @@ class Transport:
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Mark the group unusable after a call that failed once communication may have started: other ranks may be at a
-        different message. Errors that ranks compare are raised on all of them before anything is sent: not noted; nor
-        is what only ends the capture of a CUDA graph, see :mod:`.lockstep`."""
-        if self.world_size > 1 and not self.given_up and not lockstep.ends_capture(error):
+        different message. Errors that ranks compare are raised on all of them before anything is sent: not noted."""
+        if self.world_size > 1 and not self.given_up:
             self.given_up = (
                 f"an earlier call on this group raised {in_short(error)}; its ranks may be at different messages: "
                 "restart them, or go on with plans of a new group (dist.new_group)"
@@ -365,8 +364,8 @@ class GroupTransport(Transport):
         return Place(self.rank, self.call, self.dataflow, self.step, self.ranks[self.rank] if self.ranks else None)
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
-        """Also tell the other ranks, with the place or ``where``, and close the connections to them. Never raises."""
-        # Who is not on the board would not hear that a capture has failed.
+        """Also tell the other ranks, with the place or ``where``, and close the connections to them. Never raises. What
+        only ends the capture of a CUDA graph leaves the group usable, if all ranks can hear of it on the board."""
         if self.world_size > 1 and len(self.health.here) == self.world_size - 1 and lockstep.ends_capture(error):
             return self._begin_round(self.calls.number // ROUND + 1, error)
         super().note_failure(error)
