@@ -52,6 +52,7 @@ SIZES = {
     "query_pre_attn_scalar": 8, "attention_chunk_size": 8, "decoder_layers": 2, "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_heads": 4, "linear_head_dim": 8,
     "conv_L_cache": 3, "full_attn_idxs": [1], "keep_window_size": 2048, "index_n_heads": 2, "index_head_dim": 8,
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "layers_block_type": None,
     "attn_layer_indices": [1], "n_groups": 1, "mamba_ngroups": 1,
