@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ if not torch.cuda.is_available():  # read when triton is first imported, which t
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 _began = time.monotonic()
+ALL_LONG = re.compile(r"^pytestmark = (pytest\.mark\.long$|\[.*pytest\.mark\.long\b)", re.MULTILINE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +52,13 @@ def pytest_configure(config: pytest.Config) -> None:
             "ringattn", deadline=None, max_examples=number, derandomize=True, suppress_health_check=checks
         )
         settings.load_profile("ringattn")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file whose tests are all long is not imported without --long: it may need seconds for other libraries."""
+    if suite.LONG or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    return True if ALL_LONG.search(collection_path.read_text()) else None
 
 
 def pytest_report_header() -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ def test_a_compiled_function_follows_the_plan_in_use() -> None:
 
 def test_neither_flash_attn_nor_a_kernel_is_imported() -> None:
     code = "import sys, ringattn.flash; sys.exit(any(m in sys.modules for m in ('flash_attn', 'triton')))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert fresh.run(code).returncode == 0
 
 
 # --- Refusals ------------------------------------------------------------------------------------------

@@ -1,20 +1,15 @@
 """Processes forked from a rank: however they end, their parent's groups go on; and they cannot use these.
 
-One program imports torch and forks two ranks; the first of them forks the children of all cases, one after the other.
+One program forks two ranks; the first of them forks the children of all cases, one after the other.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
+import fresh
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-GUARD = 600.0  # seconds after which a process hangs
 pytestmark = pytest.mark.xdist_group("forks")
 PROGRAM = """
 import datetime, gc, multiprocessing, os, sys
@@ -24,7 +19,7 @@ import ringattn
 from ringattn.peer import watchdog
 from ringattn.transport import group as transports
 
-store, cases = sys.argv[1], {}
+store, cases = STORE, {}
 rank = 0 if os.fork() else 1
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2,
@@ -108,9 +103,7 @@ CASES = re.findall(r"^@case\(\d\)\ndef (\w+)", PROGRAM, re.MULTILINE)
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     store = tmp_path_factory.mktemp("forks") / "store"
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, str(store)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=GUARD)
+    done = fresh.run(PROGRAM.replace("STORE", repr(str(store))), GLOO_SOCKET_IFNAME="lo")
     return done.stderr + done.stdout
 
 

@@ -12,10 +12,10 @@ import functools
 import logging.handlers
 import math
 import os
-import subprocess
 import sys
 from typing import Any
 
+import fresh
 import pytest
 import suite
 import torch
@@ -800,7 +800,7 @@ def test_the_log_says_once_what_packed_documents_see(caplog: pytest.LogCaptureFi
 
 def test_importing_ringattn_does_not_import_transformers() -> None:
     code = "import sys, ringattn, ringattn.loss, ringattn.batch; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert fresh.run(code).returncode == 0
 
 
 # --- Training ------------------------------------------------------------------------------------------

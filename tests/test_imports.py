@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import fresh
 import pytest
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("imports")  # what is read once
 
 
 def module_name(path: Path) -> str:
@@ -31,6 +33,7 @@ KERNELS = {module_name(p): p for p in sorted((ROOT / "kernels").rglob("*.py"))}
 ALL = MODULES | KERNELS
 
 
+@functools.cache
 def imported(path: Path, name: str) -> set[str]:
     """Absolute names of all that a file imports, also inside of functions and for type checkers: ``torch.nn``,
     ``ringattn.mask``, ``ringattn.kernels.contract``."""
@@ -59,7 +62,12 @@ def outside(path: Path, name: str) -> set[str]:
     return {n.split(".")[0] for n in imported(path, name)} - {"ringattn", "__future__"}
 
 
-GRAPH = {name: uses(path, name) for name, path in ALL.items()}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """The modules of ringattn that each of them imports."""
+    return {name: uses(path, name) for name, path in ALL.items()}
+
+
 COMMANDS = {"tools.doctor", "doctor", "tools.commands"}  # started with python -m or by pip; nothing imports them
 DATAFLOWS = {name for name in MODULES if name.startswith("dataflow")}
 GENERATION = {name for name in MODULES if name.startswith("generation")}
@@ -83,7 +91,7 @@ def test_the_reader_of_imports_reads(tmp_path: Path) -> None:
 
 def test_no_circles() -> None:
     """attention -> planning, dataflows -> plans -> mask, layout, schedule, transport, kernels; types included."""
-    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
+    list(TopologicalSorter(graph()).static_order())  # raises CycleError
 
 
 def test_folders_do_not_import_each_other() -> None:
@@ -91,7 +99,7 @@ def test_folders_do_not_import_each_other() -> None:
     folders = {name.split(".")[0] for name, path in MODULES.items() if path.parent != ROOT / "ringattn"} | {"kernels"}
     pairs = {
         (a, b)
-        for name, used in GRAPH.items()
+        for name, used in graph().items()
         for a, b in [(name.split(".")[0], other.split(".")[0]) for other in used]
         if a != b and {a, b} <= folders
     }
@@ -110,7 +118,7 @@ def test_few_modules_in_the_root_and_names_that_mean_one_thing() -> None:
 
 def test_no_arrow_points_up() -> None:
     for name in ("partial", "masks.intervals", "layouts.schedule", "layouts.documents", "memo", "shape"):
-        assert GRAPH[name] == set(), f"{name} stands on nothing of ringattn"
+        assert graph()[name] == set(), f"{name} stands on nothing of ringattn"
     below = {  # what a folder of pure functions stands on, except itself
         "masks": {"memo"},
         "layouts": {"mask", "masks", "memo", "kernels.contract"},
@@ -118,17 +126,17 @@ def test_no_arrow_points_up() -> None:
     }
     for folder, others in below.items():
         for name in (n for n in MODULES if n.split(".")[0] == folder):
-            used = {n if n in others else n.split(".")[0] for n in GRAPH[name]}
+            used = {n if n in others else n.split(".")[0] for n in graph()[name]}
             assert used <= others | {folder}, name
-    assert GRAPH["reference"] <= {"mask", "masks", "masks.intervals"}
+    assert graph()["reference"] <= {"mask", "masks", "masks.intervals"}
     users = {name for name in MODULES if name.split(".")[0] in ("dataflow", "peer", "tokens", "training", "generation")}
-    assert not GRAPH["plans"] & (users | {"choosing", "factory", "functional", "mask", "operators", "verify"})
+    assert not graph()["plans"] & (users | {"choosing", "factory", "functional", "mask", "operators", "verify"})
     for name in DATAFLOWS:
-        assert not GRAPH[name] & ({"functional", "operators", "plan_arguments", "mask", "virtual"} | GENERATION), name
+        assert not graph()[name] & ({"functional", "operators", "plan_arguments", "mask", "virtual"} | GENERATION), name
     for name in PEER:
         others = {"layouts", "layouts.schedule", "memo", "agreement", "program"}
-        assert GRAPH[name] <= PEER | KERNELS.keys() | others, name
-    assert GRAPH["dataflow.ring"] <= {
+        assert graph()[name] <= PEER | KERNELS.keys() | others, name
+    assert graph()["dataflow.ring"] <= {
         "dataflow.circulation", "dataflow.base", "kernels.contract", "kernels.delta", "partial", "plans", "shape",
     }  # fmt: skip
 
@@ -162,20 +170,20 @@ def test_one_function_chooses_how_keys_travel() -> None:
 
 def test_the_allocator_of_a_cache_knows_no_device() -> None:
     for name in ("generation.slots", "generation.tokens", "generation.pages"):
-        assert GRAPH[name] <= GENERATION, name
+        assert graph()[name] <= GENERATION, name
         assert "torch" not in outside(MODULES[name], name), name
     for name in MODULES.keys() - GENERATION - {""}:
-        assert not GRAPH[name] & GENERATION or name.startswith("adapters"), name
+        assert not graph()[name] & GENERATION or name.startswith("adapters"), name
 
 
 def test_the_transport_knows_no_attention() -> None:
-    assert GRAPH["errors"] == GRAPH["peer.symmetric"] == GRAPH["peer.watchdog"] == set()
-    assert GRAPH["peer.driver"] == {"program"}
-    assert GRAPH["program"] == {"memo"}
-    assert GRAPH["agreement"] == {"errors"}
-    assert GRAPH["peer.link"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog", "program"}
+    assert graph()["errors"] == graph()["peer.symmetric"] == graph()["peer.watchdog"] == set()
+    assert graph()["peer.driver"] == {"program"}
+    assert graph()["program"] == {"memo"}
+    assert graph()["agreement"] == {"errors"}
+    assert graph()["peer.link"] - {"peer"} == {"memo", "peer.driver", "peer.mailbox", "peer.watchdog", "program"}
     for name in (n for n in MODULES if n.startswith("transport")):
-        assert GRAPH[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {
+        assert graph()[name] <= {n for n in MODULES if n.startswith("transport")} | PEER | {
             "agreement",
             "errors",
             "memo",
@@ -208,7 +216,7 @@ def test_kernels_know_torch_triton_states_and_each_other_only() -> None:
     allowed = set(sys.stdlib_module_names) | {"numpy", "torch", "triton"}
     for name, path in KERNELS.items():
         assert outside(path, name) <= allowed, name
-        assert GRAPH[name] <= KERNELS.keys() | {"json_file", "partial", "memo", "program"}, name
+        assert graph()[name] <= KERNELS.keys() | {"json_file", "partial", "memo", "program"}, name
 
 
 def test_the_schedule_needs_the_standard_library_only() -> None:
@@ -216,8 +224,8 @@ def test_the_schedule_needs_the_standard_library_only() -> None:
 
 
 def test_nothing_imports_the_reference_or_a_script() -> None:
-    assert [n for n, used in GRAPH.items() if "reference" in used and n not in COMMANDS] == []
-    assert [n for n, used in GRAPH.items() if used & COMMANDS and n not in COMMANDS] == []
+    assert [n for n, used in graph().items() if "reference" in used and n not in COMMANDS] == []
+    assert [n for n, used in graph().items() if used & COMMANDS and n not in COMMANDS] == []
     assert [n for n, p in ALL.items() if outside(p, n) & {"scripts", "benchmarks", "tests", "cases", "docs"}] == []
 
 
@@ -256,14 +264,7 @@ def test_dependencies_are_those_of_the_package() -> None:
 
 def run(code: str, **environment: str) -> str:
     """Run code with the repository's root as the current folder, first on the path."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = fresh.run(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -287,9 +288,9 @@ def test_another_package_named_kernels_wins_over_the_folder(tmp_path: Path) -> N
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("whose = 'somebody else'\n")
     said = run(
-        "import kernels, ringattn.kernels.contract as b, os\n"
+        f"import os, sys; sys.path.insert(1, {str(tmp_path)!r})\n"
+        "import kernels, ringattn.kernels.contract as b\n"
         "print(kernels.whose, os.path.realpath(b.__file__))",
-        PYTHONPATH=str(tmp_path),
     )  # fmt: skip
     assert said.split() == ["somebody", "else", str((ROOT / "ringattn" / "kernels" / "contract.py").resolve())]
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks
 
 from scripts import ranks
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def agreed(problems: list[str | None]) -> str | None:
@@ -51,7 +47,7 @@ atexit.register(print, "the interpreter's shutdown")
 print("text", end="")
 ranks.leave({status})
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = fresh.run(code)
     assert (done.returncode, done.stdout) == (status, "text"), done.stderr
 
 
@@ -80,7 +76,7 @@ def ended(body):
         return [status, *(os.pread(file.fileno(), 10_000, 0).decode() for file in (out, error))]
 print(json.dumps([ended(body) for body in {list(bodies)}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     for (body, (status, error)), (got, out, said) in zip(bodies.items(), json.loads(done.stdout), strict=True):
         assert (got, out) == (status, ""), (body, said)

@@ -27,6 +27,8 @@ from test_trl import WORDS, tokenizer  # noqa: E402
 import ringattn.hf  # noqa: E402
 from ringattn.adapters.hf.whole_rows import whole_rows  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 ARGUMENTS = dict(
     use_cpu=True, bf16=False, max_steps=2, per_device_train_batch_size=4, per_device_eval_batch_size=4, report_to=[],
     learning_rate=0.1, optim="sgd",  # Adam divides by gradients that are nearly zero
@@ -175,7 +177,6 @@ def test_one_step_is_that_of_one_process(kind: str, pools, tmp_path: Path) -> No
         same(result, want)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_metrics_are_those_of_one_process(case: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     kind, options = CASES[case]
@@ -187,7 +188,6 @@ def test_losses_gradients_and_metrics_are_those_of_one_process(case: str, pools,
             same(result, want)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_replicas_have_rows_of_their_own(kind: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Two replicas of two ranks, with half of the rows each."""
@@ -200,7 +200,6 @@ def test_replicas_have_rows_of_their_own(kind: str, pools, tmp_path: Path) -> No
         same(result, want)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_trainers_after_install(kind: str, pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     want = train(kind, "eager", str(tmp_path), {})
@@ -256,7 +255,6 @@ def predicted(attn: str, folder: str) -> tuple[Any, Any]:
     return trainer.evaluate()["eval_mean"], trainer.predict(trainer.eval_dataset).predictions
 
 
-@pytest.mark.long
 def test_scores_are_those_of_whole_rows(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     want = predicted("eager", str(tmp_path))
     for mean, scores in pools(2).run(predicted, "ringattn", str(tmp_path)):
@@ -286,7 +284,6 @@ def under_fsdp2(world_size: int) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), whole
 
 
-@pytest.mark.long
 def test_gradients_under_fsdp2_are_those_of_one_process(pools) -> None:  # type: ignore[no-untyped-def]
     loss, want = under_fsdp2(1)
     for value, gradients in pools(2).run(under_fsdp2, 2):
