@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -87,6 +90,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = getattr(item, "_nodeid", item.nodeid)
         if name != item.nodeid:
             item._id = type(item._id).parse(name)
+
+
+def pytest_collection_finish() -> None:
+    """Let Triton's interpreter look once which functions of Triton it replaces: in each call of a function of a kernel
+    it does so by inspect.getmembers(), which takes a third of the time of kernels."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_patch_builtin") or not hasattr(interpreter, "_patch_attr"):
+        return
+    is_builtin, names = interpreter.tl.core.is_builtin, dict[Any, list[str]]()
+
+    def patch_builtin(owner: Any, *how: Any) -> None:
+        if owner not in names:
+            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+        for name in names[owner]:
+            if is_builtin(member := getattr(owner, name)):
+                interpreter._patch_attr(owner, name, member, *how)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 @pytest.hookimpl(tryfirst=True)

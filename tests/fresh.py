@@ -1,6 +1,6 @@
-"""Programs in processes of their own, each forked from one that has imported torch and nothing else: that takes seconds.
+"""Programs in processes of their own, each forked from one that has imported torch, which takes seconds, and no more.
 
-    done = fresh.run("import ringattn; print(1)", CUDA_VISIBLE_DEVICES="")     # as subprocess.run returns it
+done = fresh.run("import ringattn; print(1)", CUDA_VISIBLE_DEVICES="")     # as subprocess.run returns it
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ def _server() -> subprocess.Popen[str]:
     """Start the process that the others are forked from; it ends with this one, which holds the other end of a pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
+    )
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in the repository's root, first on the path, with torch imported. Returns its status and what it wrote."""
+    """Run code in the repository's root, first on the path. Return its status and what it wrote."""
     server = _server()
     assert server.stdin
     assert server.stdout

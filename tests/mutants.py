@@ -64,7 +64,7 @@ class Mutant(NamedTuple):
         found = {
             path: text.count(self.old)
             for path, text in sources(root).items()
-            if self.old in text and f"/{path}".endswith(f"/{self.file}" if self.file else "")
+            if f"/{path}".endswith(f"/{self.file}" if self.file else "") and self.old in text
         }
         if list(found.values()) != [1]:
             where = ", ".join(f"{path} {count} times" for path, count in found.items()) or f"no {self.file or 'file'}"

@@ -714,6 +714,7 @@ def _model_with_fsdp2() -> tuple[list[Tensor], list[float]]:
     return parameters(names["model"]), [float(loss) for loss in re.findall(r"loss ([\d.]+),", printed.getvalue())]
 
 
+@pytest.mark.long
 def test_a_model_of_ones_own_with_fsdp2(pools) -> None:  # type: ignore[no-untyped-def]
     names: dict[str, Any] = {}
     exec(compile(code_of("fsdp2", 0) + code_of("fsdp2", 1), "fsdp2.md", "exec"), names)
@@ -1061,6 +1062,7 @@ def test_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 0)
 
 
+@pytest.mark.long
 def test_sft_trainer(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 1)
 
@@ -1148,6 +1150,7 @@ def test_the_longest_rows_of_a_model_of_ones_own() -> None:
         close(gradients, expected, 1e-6)  # those of what runs in parts are summed in float32
 
 
+@pytest.mark.long
 def test_trainer_of_another_library(pools, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     compare_trainer(pools, tmp_path, 1, "trainers")
 

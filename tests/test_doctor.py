@@ -139,6 +139,7 @@ def test_wrong_arithmetic_is_noticed(monkeypatch: pytest.MonkeyPatch, error: flo
     assert verdicts(doctor.arithmetic(0.0)) == {"arithmetic": "fail" if error else "ok"}
 
 
+@pytest.mark.long
 def test_a_process_that_fails_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchlink")
     finding = doctor._exchanged("gloo")

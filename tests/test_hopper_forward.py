@@ -49,7 +49,6 @@ from kernel_contract import (
     window,
 )
 from list_scheduling import last_end
-from suite import few
 
 from benchmarks.documents import bounds
 from ringattn.kernels import contract
@@ -267,8 +266,9 @@ def test_compiled_code(dims, kind):
         assert facts["spills"] <= some.get(dims, 0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sass.OUR_COMPILER, reason=sass.OTHER)
-@pytest.mark.parametrize("dims", few([(192, 128), (256, 256)]), ids=str)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
 def test_out_that_is_not_staged_is_stored_by_16_bytes(dims):
     assert facts_of(dims)["ready-out"]["long_stores"] == 2 * 64 * dims[1] // 128 // 8  # of a thread, two consumers
 

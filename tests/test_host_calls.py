@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from suite import world_sizes
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -85,7 +86,7 @@ def _numbers(entry: Any) -> list[Any]:
     return [entry]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", world_sizes(1, 2, long=(3,)))
 @pytest.mark.parametrize("name", CASES)
 def test_a_replay_asks_for_the_same(monkeypatch: pytest.MonkeyPatch, name: str, ranks: int) -> None:
     """Operation by operation: addresses of inputs and of what was there before are equal, and each tensor that the call

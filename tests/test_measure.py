@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -16,12 +17,14 @@ from unittest import mock
 
 import pytest
 import torch
+from suite import few, world_sizes
 
 from benchmarks import bars, bench_training, decode_merges, decode_problems, decode_ranks
 from benchmarks.scaling_lines import contestant
 from benchmarks.scaling_problems import settings
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "measure"
+pytestmark = pytest.mark.xdist_group("measure")  # what a dry run prints is read once
 BY_NODE, OVER_RANKS = ("nodes", "messages"), ("merges", "sharded", "faults")
 
 
@@ -41,11 +44,17 @@ def measure(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     )
 
 
-def commands(gpus: int, out: str = "results") -> Iterator[Command]:
-    done = measure(DRY="1", GPUS=str(gpus), OUT=out)
+@functools.cache
+def printed(gpus: int) -> str:
+    """What a dry run prints, with OUT=$OUT."""
+    done = measure(DRY="1", GPUS=str(gpus), OUT="$OUT")
     assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def commands(gpus: int, out: str = "results") -> Iterator[Command]:
     step = ""
-    for line in done.stdout.splitlines():
+    for line in printed(gpus).replace("$OUT", out).splitlines():
         if begins := re.match(r"([\w-]+), \d+ min: (.*)", line):
             step, line = begins.groups()
         words = line.split()
@@ -80,7 +89,7 @@ def parse(command: Command) -> argparse.Namespace | None:
     return None
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("gpus", world_sizes(1, 4, long=(2, 8)))
 def test_modules_understand_their_commands(gpus: int) -> None:
     steps: dict[str, list[Command]] = {}
     for command in commands(gpus):
@@ -162,7 +171,7 @@ def measured(folder: Path, gpus: int, good: bool) -> None:
             write(folder, log, dict(ok=good, failures=failures, cases=9, passed=9 - len(failures)))
 
 
-@pytest.mark.parametrize("gpus", bars.LIMITS)
+@pytest.mark.parametrize("gpus", few([*bars.LIMITS]))
 def test_bars_find_the_figures_of_every_step(gpus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lines(folder: Path, *more: str) -> list[str]:
         assert bars.main([str(folder), "--gpus", str(gpus), *more]) == 0

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from suite import few
 from test_faults import LONG, WORLD, faulty, ranks, reports, says, wait_for  # noqa: F401  (ranks is a fixture)
 from torch.distributed import HashStore
 
@@ -130,7 +131,7 @@ def connecting(fault: str, backend: str) -> None:
 
 
 @faulty
-@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
+@pytest.mark.parametrize("backend", few(["gloo", "cuda:gloo"]))
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from pool import Pool, on_ranks
@@ -338,9 +335,11 @@ def compiled_by_batches(batches: int = 40) -> dict[str, int]:
 
 def test_forty_batches_compile_what_the_first_one_does() -> None:
     pytest.importorskip("triton")
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    run = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, check=False)
+    code = (
+        "import json, sys; sys.path.insert(0, 'tests'); import test_new_documents as t; "
+        "print(json.dumps(t.compiled_by_batches()))"
+    )
+    run = fresh.run(code, TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr[-3000:]
     outcomes = json.loads(run.stdout.splitlines()[-1])
     assert outcomes["first"] > 10
@@ -408,7 +407,3 @@ def test_hundreds_of_runs_per_rank_are_exact(dataflow: str, monkeypatch: pytest.
     want.backward(dout)
     for got, expected in zip(results, (want, *(x.grad for x in whole)), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-if __name__ == "__main__":
-    print(json.dumps(compiled_by_batches()))

@@ -58,6 +58,7 @@ def test_the_code_of_readme_gives_the_output_of_one_process(pools) -> None:  # t
         torch.testing.assert_close(whole, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_the_code_of_readme_runs_when_it_is_pasted_into_python() -> None:
     code = ten_lines.code_of(README)
     assert len([line for line in code.splitlines() if line.strip()]) <= 10

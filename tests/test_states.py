@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as nn
 import torch.nn.functional as F
 from pool import on_ranks
+from suite import world_sizes
 from torch import Tensor
 
 import ringattn
@@ -235,7 +236,7 @@ def test_every_layer_is_the_recurrence_token_by_token(
             results.append(got)
         return results
 
-    for world_size in (1, 3) if kernel else (1, 2, 3, 4):
+    for world_size in (1, 3) if kernel else world_sizes(2, 4, long=(1, 3)):
         for got in virtual.run(world_size, body)[0]:
             for name, y in want.items():
                 torch.testing.assert_close(got[name], y, rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}")  # noqa: B023

@@ -282,6 +282,7 @@ def test_a_run_that_is_terminated_and_loses_a_rank_ends_with_the_bits_of_an_undi
         torch.testing.assert_close(result[part], expected[part], rtol=0, atol=0)
 
 
+@pytest.mark.long
 @linux
 def test_ranks_end_with_a_launcher_that_is_killed(launch: Any) -> None:
     run = launch("orphans", stop=12)

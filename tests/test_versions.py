@@ -128,6 +128,7 @@ def test_nothing_is_imported_by_a_name_that_a_version_may_lack() -> None:
                 assert (node.module or "").split(".")[0] not in PACKAGES or node.level, f"{path.name}:{node.lineno}"
 
 
+@pytest.mark.long
 def test_a_missing_name_disables_its_own_entry_with_a_message() -> None:
     pytest.importorskip("accelerate")
     assert {name for _, name in names()} == set(ENTRIES)
