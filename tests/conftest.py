@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,7 +94,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Let Triton's interpreter look once which functions of Triton it replaces: in each call of a function of a kernel
     it does so by inspect.getmembers(), which takes a third of the time of kernels."""
-    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
     if not hasattr(interpreter, "_patch_builtin") or not hasattr(interpreter, "_patch_attr"):
         return
     is_builtin, names = interpreter.tl.core.is_builtin, dict[Any, list[str]]()

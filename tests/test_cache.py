@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool, on_ranks
-from suite import examples
+from suite import examples, world_sizes
 
 import ringattn
 from ringattn import mask as masks
@@ -502,7 +502,7 @@ def random_program(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, long=(5,)))
 @pytest.mark.filterwarnings("error")
 def test_chunks_steps_and_forks_attend_to_the_right_keys(world_size: int, device: str) -> None:
     for seed, count in ((0, 0), (1, 0), (0, 3), (1, 18)):

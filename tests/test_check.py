@@ -40,7 +40,7 @@ def test_an_error_of_a_thousandth_fails(
         return results
 
     monkeypatch.setattr(check, "over_threads", wrong)
-    monkeypatch.setattr(sys, "argv", [*ARGUMENTS[:5], "scores", *ARGUMENTS[7:]])
+    monkeypatch.setattr(sys, "argv", [*ARGUMENTS[:5], "scores", *ARGUMENTS[7:], "--groups", "2", "--repeats", "2"])
     assert check.main() == 1
     out = capsys.readouterr().out
     assert f": {check.NAMES[result]} " in out.split("FAILED")[1]

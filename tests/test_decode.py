@@ -441,7 +441,7 @@ def compiled_tokens(backend: str) -> int:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("world_size", on_ranks(1, 2))
+@pytest.mark.parametrize("world_size", on_ranks(*world_sizes(2, long=(1,))))
 def test_a_compiled_function_is_one_graph(world_size: int, backend: str, pools: Callable[[int], Pool]) -> None:
     for compiled in pools(world_size).run(compiled_tokens, backend):
         assert compiled <= 6, "twice for each set of options"

@@ -10,15 +10,13 @@ import contextlib
 import functools
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -337,8 +335,11 @@ def compiled_for_hopper() -> dict[str, Any]:
 
 
 def test_the_code_for_hopper_stores_then_raises_then_waits_then_reads() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(__file__).parents[1])}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    code = (
+        "import json, sys; sys.path.insert(0, 'tests'); import test_meet; "
+        "print(json.dumps(test_meet.compiled_for_hopper()))"
+    )
+    run = fresh.run(code, TRITON_INTERPRET="0")
     assert run.returncode == 0, run.stderr[-2000:]
     made = json.loads(run.stdout.splitlines()[-1])
     assert made["spilled"] == 0
@@ -417,7 +418,3 @@ def test_a_link_makes_its_mailbox_once_and_never_in_a_capture(monkeypatch: pytes
     assert made == [(1, 2, CPU, "share", 7.0, board.pinned(MEET))]
     capturing[0] = True
     assert link.mailbox() is box is not None
-
-
-if __name__ == "__main__":
-    print(json.dumps(compiled_for_hopper()))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -94,8 +92,7 @@ def test_tests_that_cannot_be_collected_are_not_taken_for_caught(tmp_path: Path)
     assert mutants.try_tests("test_it.py", tmp_path)[0].startswith("pytest ended with 2")
 
 
-def test_a_word_that_no_name_has_is_an_error() -> None:
-    command = [sys.executable, "-m", "tests.mutants", "--only", "no such name"]
-    ended = subprocess.run(command, cwd=mutants.ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "no mutant has a name with 'no such name'" in ended.stderr
+def test_a_word_that_no_name_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        mutants.main(["--only", "no such name"])
+    assert "no mutant has a name with 'no such name'" in capsys.readouterr().err

@@ -171,20 +171,17 @@ def test_a_kernel_that_one_rank_cannot_run_raises_on_all(pools: Callable[[int], 
 # What moves.
 
 
-@pytest.mark.parametrize("world_size", on_ranks(8))
-def test_a_window_of_one_shard_moves_one_hop_not_seven(pools: Callable[[int], Pool], world_size: int) -> None:
+def test_a_window_of_one_shard_moves_one_hop_not_seven() -> None:
     """8 shards of 6 tokens; k and v of 2 heads, 8 wide, in float64, are 2 messages of 1536 bytes a hop."""
     hop = 2 * 6 * 2 * 8 * 8
     window = Case(seq_len=48, causal=True, window_size=(5, 0), layout="contiguous", batch=1)
-    sent = [part.sent[0] for part in pools(world_size).run(cases.attend, window)]
+    sent = [part.sent[0] for part in cases.virtually(8, window)]
     assert sent == [(hop, 2)] * 7 + [(0, 0)]
     full = Case(seq_len=48, layout="contiguous", batch=1)
-    assert [part.sent[0] for part in pools(world_size).run(cases.attend, full)] == [(7 * hop, 14)] * 8
+    assert [part.sent[0] for part in cases.virtually(8, full)] == [(7 * hop, 14)] * 8
     # Backward: dk and dv go home in one hop; with everything visible they go round, then home.
-    assert [p.sent[1] for p in pools(world_size).run(cases.attend, window)] == [(hop, 2)] + [(2 * hop, 4)] * 6 + [
-        (hop, 2)
-    ]
-    assert [p.sent[1] for p in pools(world_size).run(cases.attend, full)] == [(14 * hop, 28)] * 8
+    assert [p.sent[1] for p in cases.virtually(8, window)] == [(hop, 2)] + [(2 * hop, 4)] * 6 + [(hop, 2)]
+    assert [p.sent[1] for p in cases.virtually(8, full)] == [(14 * hop, 28)] * 8
 
 
 def test_documents_that_do_not_cross_shards_move_nothing() -> None:

@@ -82,7 +82,7 @@ def offences(source: str) -> Iterator[str]:
         given = []  # words with their values, of a call or of a dict that may become one
         if isinstance(node, ast.Call):
             name = resolved(node.func)
-            given = [(k.arg, ast.unparse(k.value)) for k in node.keywords]
+            given = [(k.arg, ast.unparse(k.value)) for k in node.keywords if k.arg is None or k.arg in SAFE]
             unsafe = name == "torch.load" and ("weights_only", "True") not in given
             unsafe |= name == "numpy.load" and (len(node.args) > 2 or (None in dict(given)))
             if unsafe or name.rpartition(".")[2] in METHODS:
@@ -91,7 +91,7 @@ def offences(source: str) -> Iterator[str]:
             given = [
                 (k.value, ast.unparse(v))
                 for k, v in zip(node.keys, node.values, strict=True)
-                if isinstance(k, ast.Constant)
+                if isinstance(k, ast.Constant) and k.value in SAFE
             ]
         yield from (f"line {node.lineno}: {word}={value}" for word, value in given if SAFE.get(word, value) != value)
         if not isinstance(node, ast.Attribute) or "()" in found[0]:  # parts of a name are no names of their own
