@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import re
@@ -92,8 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let Triton's interpreter look once which functions of Triton it replaces: in each call of a function of a kernel
-    it does so by inspect.getmembers(), which takes a third of the time of kernels."""
+    """Let what is done again and again be fast.
+
+    gc.collect() looks through none of the modules and tests, which takes half a second. Triton's interpreter looks once
+    which functions of Triton it replaces: in each call of a function of a kernel it does so by inspect.getmembers(),
+    which takes a third of the time of kernels.
+    """
+    gc.freeze()
     try:
         from triton.runtime import interpreter
     except ImportError:
