@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import inspect
 import os
 import re
@@ -100,10 +101,10 @@ def pytest_collection_finish() -> None:
     which takes a third of the time of kernels.
     """
     gc.freeze()
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
+    if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
         return
+    from triton.runtime import interpreter
+
     if not hasattr(interpreter, "_patch_builtin") or not hasattr(interpreter, "_patch_attr"):
         return
     is_builtin, names = interpreter.tl.core.is_builtin, dict[Any, list[str]]()
