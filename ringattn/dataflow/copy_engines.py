@@ -28,7 +28,8 @@ from .transfer import GradientReturn, Part, Transfer, Waits
 # Bytes that are pulled in as much time as the host takes to queue the kernels of a group, some 80 us at 50 GB/s.
 WORTH_A_GROUP = 4 << 20
 # Bytes that a kernel stores in as much time as the host takes to queue copies, their flags and events in its place,
-# some 40 us at 200 GB/s. No attention hides stores, which take its multiprocessors.
+# some 40 us at 200 GB/s; two H200s cross between 8 and 16 MiB (docs/lab/two_gpus.md). No attention hides stores, which
+# take its multiprocessors.
 WORTH_COPIES = 8 << 20
 
 
