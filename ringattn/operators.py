@@ -251,12 +251,8 @@ def _begin(
 
 
 def _run(call: Call) -> tuple[Tensor, Tensor]:
-    try:
-        with no_autocast(call.q):  # the state is float32, whatever the caller's region says
-            out, lse = choose_dataflow(call.plan.dataflow, call.plan.deterministic).forward(call)
-    except BaseException as error:
-        call.plan.transport.note_failure(error)
-        raise
+    with call.plan.transport.noting(), no_autocast(call.q):  # the state is float32, whatever the caller's region says
+        out, lse = choose_dataflow(call.plan.dataflow, call.plan.deterministic).forward(call)
     return out, lse
 
 
@@ -372,7 +368,7 @@ def run_backward(  # type: ignore[no-untyped-def]
     def differentiate(*tensors):  # type: ignore[no-untyped-def]
         dout, dlse, q, k, v, out, lse, alibi_slopes, sink = tensors
         flow = choose_dataflow(plan.dataflow, plan.deterministic)
-        try:
+        with plan.transport.noting():
             score = _score(q, alibi_slopes, None, softmax_scale, softcap, score_mod)
             q, k, v, dout = map(unit_stride, (q, k, v, dout))
             backend = choose(kernel, q, k, v, score, backward=True)
@@ -388,9 +384,6 @@ def run_backward(  # type: ignore[no-untyped-def]
                 if sink is not None:  # a key with a value of zero: ds = p (0 - delta)
                     p = torch.where(lse == float("-inf"), 0.0, torch.exp(sink.to(lse.dtype)[:, None] - lse))
                     dsink = flow.sum_rows(plan, -(p * queries.delta)).to(sink.dtype)
-        except BaseException as error:
-            plan.transport.note_failure(error)
-            raise
         return dq, dk, dv, dsink
 
     return differentiate(*tensors) if known is None else _repeated(plan, known, differentiate, *tensors)
@@ -487,11 +480,8 @@ def all_to_all(plan: Plan, parts: Sequence[Tensor], dim: int, sizes: Sequence[in
     fails, mark the group: other ranks may be at a different message."""
     own, others = parts[plan.rank], [r for r in range(plan.world_size) if r != plan.rank]
     arriving = [own if r == plan.rank else resized(own, dim, n) for r, n in enumerate(sizes)]
-    try:
+    with plan.transport.noting():
         plan.transport.start([(parts[r], r) for r in others], [(arriving[r], r) for r in others]).wait()
-    except BaseException as error:
-        plan.transport.note_failure(error)
-        raise
     return arriving
 
 

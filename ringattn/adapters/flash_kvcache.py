@@ -100,27 +100,24 @@ def flash_attn_with_kvcache(
     if transport.checks:
         given = [None if x is None else x.tolist() for x in (before, cache_batch_idx, cache_leftpad)]
         transport.agree(f"{_NAME}()", dict(lengths=hash_of(repr(given))))
-    try:
-        with torch.no_grad(), no_autocast(q):
-            if rotary_cos is not None and rotary_sin is not None and k is not None:
-                local = causal or tuple(window_size) != (-1, -1)
-                q = _rotated(q, rotary_cos, rotary_sin, before, rotary_interleaved, moves=local)
-                k = _rotated(k, rotary_cos, rotary_sin, before, rotary_interleaved)
-            if slopes is not None:
-                cache.put_positions(before + new)
-            if k is not None:
-                backend.write(k, v, cache.pool, cache.tables_of_tokens(tables[0], before, new))
-            results = []
-            for part, some in zip(q.split(NEW_TOKENS, 1), tables, strict=True):
-                if transport.world_size == 1:
-                    results.append(backend.output(part, cache.pool, some, score, Call()))
-                else:
-                    state = backend.attend(part, cache.pool, some, score, Call())
-                    results.append(merged(state, transport, None, q.dtype, "all", backend))
-            out, lse = (torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (1, 2), strict=True))
-    except BaseException as error:  # the other ranks wait for this one's state
-        transport.note_failure(error)
-        raise
+    # The other ranks wait for this one's state.
+    with transport.noting(), torch.no_grad(), no_autocast(q):
+        if rotary_cos is not None and rotary_sin is not None and k is not None:
+            local = causal or tuple(window_size) != (-1, -1)
+            q = _rotated(q, rotary_cos, rotary_sin, before, rotary_interleaved, moves=local)
+            k = _rotated(k, rotary_cos, rotary_sin, before, rotary_interleaved)
+        if slopes is not None:
+            cache.put_positions(before + new)
+        if k is not None:
+            backend.write(k, v, cache.pool, cache.tables_of_tokens(tables[0], before, new))
+        results = []
+        for part, some in zip(q.split(NEW_TOKENS, 1), tables, strict=True):
+            if transport.world_size == 1:
+                results.append(backend.output(part, cache.pool, some, score, Call()))
+            else:
+                state = backend.attend(part, cache.pool, some, score, Call())
+                results.append(merged(state, transport, None, q.dtype, "all", backend))
+        out, lse = (torch.cat(x, dim) for x, dim in zip(zip(*results, strict=True), (1, 2), strict=True))
     return (out, lse) if return_softmax_lse else out
 
 

@@ -241,22 +241,19 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
         raise
     transport.begin("decode()", details=f"layer={layer}, {details}, {step.history}")
     step.compare(q, layer)
-    try:
-        with torch.no_grad(), no_autocast(q):  # the state is float32, whatever the caller's region says
-            backend.write(k, v, pool, tables, call.tree)
-            if rows is not None and attending is not None:
-                out, lse = attend_in_order(rows, q, pool, score, attending)
-                if heads == "scattered":
-                    mine = part(q.shape[2], transport.rank, transport.world_size)
-                    out, lse = out[:, :, mine].contiguous(), lse[:, mine].contiguous()
-            elif transport.world_size == 1:
-                out, lse = cascade.output(backend, q, pool, tables, score, call)
-            else:
-                state = cascade.attend(backend, q, pool, tables, score, call)
-                out, lse = merged(state, transport, score.sink, q.dtype, heads, backend)
-    except BaseException as error:  # the other ranks wait for this one's state, or are at a later message
-        transport.note_failure(error)
-        raise
+    # The other ranks wait for this one's state. It is float32, whatever the caller's region says.
+    with transport.noting(), torch.no_grad(), no_autocast(q):
+        backend.write(k, v, pool, tables, call.tree)
+        if rows is not None and attending is not None:
+            out, lse = attend_in_order(rows, q, pool, score, attending)
+            if heads == "scattered":
+                mine = part(q.shape[2], transport.rank, transport.world_size)
+                out, lse = out[:, :, mine].contiguous(), lse[:, mine].contiguous()
+        elif transport.world_size == 1:
+            out, lse = cascade.output(backend, q, pool, tables, score, call)
+        else:
+            state = cascade.attend(backend, q, pool, tables, score, call)
+            out, lse = merged(state, transport, score.sink, q.dtype, heads, backend)
     return Result(out, lse)
 
 

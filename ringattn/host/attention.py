@@ -21,7 +21,7 @@ The backward fetches q, k, v, out, lse and the gradient of out in the same way; 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,14 +217,9 @@ class _Call:
             finally:
                 staging.close()
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> contextlib.AbstractContextManager[None]:
         """Mark the group if this rank alone fails: others may be at a message of the next group of heads."""
-        try:
-            yield
-        except BaseException as error:
-            self.plan.transport.note_failure(error)
-            raise
+        return self.plan.transport.noting()
 
 
 class _Attend(torch.autograd.Function):

@@ -15,8 +15,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +90,7 @@ def gathered(
         part = Visible(_Moving(plan, tensors, dim).arrived(tensors), *about)
         if attend is None:
             return part
-        with _noted(plan):
+        with plan.transport.noting():
             return attend(part)
     cut = _waves(plan, tensors, dim, groups)
 
@@ -107,7 +106,7 @@ def gathered(
         if i + 1 < len(cut) and i not in done:
             ahead[i + 1] = _Moving(plan, wave(cut[i + 1]), dim)
         done.add(i)
-        with _noted(plan):
+        with plan.transport.noting():
             return attend(Visible(arrived, *about, share=(cut[i].start, cut[i].stop, groups)))
 
     done: set[int] = set()
@@ -122,16 +121,6 @@ def gathered(
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, heads)
     return tuple(torch.cat(y, heads) for y in zip(*outputs, strict=True))
-
-
-@contextmanager
-def _noted(plan: Plan) -> Iterator[None]:
-    """Tell the other ranks of an error: they wait for this rank's messages."""
-    try:
-        yield
-    except BaseException as error:
-        plan.transport.note_failure(error)
-        raise
 
 
 def _check(plan: Plan, tensors: Sequence[Any], dim: int, heads: int | None, attend: object) -> int:
@@ -286,12 +275,12 @@ _started: weakref.WeakValueDictionary[int, _Started] = weakref.WeakValueDictiona
 
 
 def _start(plan: Plan, sends: list[Message], receives: list[Message]) -> Pending:
-    with _noted(plan):
+    with plan.transport.noting():
         return plan.transport.start(sends, receives)
 
 
 def _wait(plan: Plan, moving: Pending) -> None:
-    with _noted(plan):
+    with plan.transport.noting():
         moving.wait()
 
 

@@ -192,11 +192,8 @@ def _summed(x: Tensor, group: Any, call: str) -> Tensor:
     if transport.checks:
         where = lockstep.whereabouts(transport.calls, lines=True)
         transport.agree(call, {**where, **fields}, None, lockstep.ADVICE)
-    try:
+    with transport.noting():
         return transport.all_reduce(x, "sum")
-    except BaseException as error:
-        transport.note_failure(error)
-        raise
 
 
 def check_wrapper(wrapper: str) -> str:

@@ -132,6 +132,15 @@ class Transport:
                 "restart them, or go on with plans of a new group (dist.new_group)"
             )
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note failures, also those that handlers of signals raise: the others need not wait for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.note_failure(error)
+            raise
+
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start all messages of one step.
 
@@ -444,24 +453,15 @@ class GroupTransport(Transport):
                 return dist.all_gather(rows, words, group=self.group, async_op=True)
             return self.gloo.allgather([rows], [words])
 
-        with self._noted():
+        with self.noting():
             works = Works(self.health, [self._begun(gather)], self._place(), self.timeout, words.device, rows)
 
         def wait() -> Tensor:
-            with self._noted():
+            with self.noting():
                 works.wait()
             return torch.stack(rows)
 
         return wait
-
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """Note failures, also those that handlers of signals raise: the others need not wait for this rank."""
-        try:
-            yield
-        except BaseException as error:
-            self.note_failure(error)
-            raise
 
 
 _alone: Transport | None = None  # of one process without a group
