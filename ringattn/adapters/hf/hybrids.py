@@ -75,9 +75,7 @@ def runs(layer: nn.Module) -> bool:
         owner: Any = type(layer) if name == _FORWARD else sys.modules[type(layer).__module__]
         function = getattr(owner, name)
         if not hasattr(function, "ringattn_replaces"):
-            replacement: Any = _REPLACEMENTS[name](function)
-            replacement.ringattn_replaces = function
-            setattr(owner, name, replacement)
+            setattr(owner, name, _inside_sequences(function, _OVER_RANKS[name]))
     return True
 
 
@@ -87,118 +85,102 @@ def _calls(layer: nn.Module, name: str) -> bool:
     return any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in code)
 
 
-def _convolution(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    activations = needed("transformers.activations", "ACT2FN")
+def _inside_sequences(original: Callable[..., Any], over_ranks: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``over_ranks(original, active, *args, **kwargs)`` inside of a sequence, and the
+    original one elsewhere."""
 
-    def causal_conv1d_fn(
-        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
-    ) -> Tensor:
-        active = SEQUENCES.current()
-        if active is None:
-            return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        active.calls += 1
-        out = active.plan.convolve(hidden_states.to(weight.dtype).transpose(1, 2), weight, bias)
-        if isinstance(active, States) and (earlier := active.before_chunk(weight)) is not None:
-            out = out + earlier
-        out = out if activation is None else activations[activation](out)
-        return out.to(hidden_states.dtype).transpose(1, 2)
-
-    return causal_conv1d_fn
-
-
-def _delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
-    def chunk_gated_delta_rule(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        active = SEQUENCES.current()
-        if active is None:
-            return original(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
-        active.calls += 1
-        plan: Plan = active.plan
-        kwargs.pop("cu_seqlens", None)  # the plan has the documents
-        state, final = kwargs.pop("initial_state", None), kwargs.pop("output_final_state", False)
-        if isinstance(active, States):
-            x, norm = Tokens(query, key, value, g, beta), kwargs.get("use_qk_l2norm_in_kernel", False)
-            return recurrence("gated_delta_rule()", x, plan, kwargs.get("scale"), norm=norm, state=state, final=final)
-        if state is not None:
-            raise NotImplementedError(_CACHE)
-
-        def whole(*tensors: Tensor) -> Tensor:
-            return _by_documents(plan, lambda q, k, v, g, b: original(q, k, v, g=g, beta=b, **kwargs)[0], tensors)
-
-        if key.shape[2] < plan.world_size:  # the function itself repeats keys for several heads of values
-            query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], 2) for x in (query, key))
-        return plan.heads(whole, query, key, value, g, beta), None
-
-    return chunk_gated_delta_rule
-
-
-def _kda(original: Callable[..., Any]) -> Callable[..., Any]:
-    def chunk_kimi_delta_attention(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        active = SEQUENCES.current()
-        if active is None:
-            return original(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
-        active.calls += 1
-        state, final = kwargs.get("initial_state"), kwargs.get("output_final_state", False)
-        if not isinstance(active, States) and state is not None:
-            raise NotImplementedError(_CACHE)
-        x, norm = Tokens(query, key, value, g, beta), kwargs.get("use_qk_l2norm_in_kernel", False)
-        return recurrence("kda()", x, active.plan, None, norm=norm, state=state, final=final)
-
-    return chunk_kimi_delta_attention
-
-
-def _scan(original: Callable[..., Any]) -> Callable[..., Any]:
-    def mamba2_chunk_scan(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, **kwargs: Any
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        active = SEQUENCES.current()
-        if active is None:
-            return original(hidden_states, dt, A, B, C, chunk_size, **kwargs)  # type: ignore[no-any-return]
-        active.calls += 1
-        state, final = kwargs.get("initial_states"), kwargs.get("return_final_states", False)
-        if kwargs.get("z") is not None or (not isinstance(active, States) and (final or state is not None)):
-            raise NotImplementedError(_CACHE)
-        inputs = Scanned(hidden_states, dt, A, B, C)
-        out, after = scan(inputs, active.plan, kwargs, state, final)
-        return (out, after) if final else out
-
-    return mamba2_chunk_scan
-
-
-def _not_fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    def mamba2_split_conv1d_scan_combined(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if SEQUENCES.current() is None else None
-
-    return mamba2_split_conv1d_scan_combined
-
-
-def _lightning(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         active = SEQUENCES.current()
         if active is None:
-            return original(self, hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+            return original(*args, **kwargs)
         active.calls += 1
-        if cache is not None and not isinstance(active, States):
-            raise NotImplementedError(_CACHE)
-        qkv = self.act_fn(self.qkv_proj(hidden_states)).unflatten(2, (self.num_attention_heads, 3 * self.head_dim))
-        q, k, v = qkv.split(self.head_dim, 3)
-        x = Tokens(q, k, v, -self.slope_rate.flatten().expand(*qkv.shape[:3]), None)
-        state = None if cache is None else cache.get_linear_cache(self.layer_idx)
-        out, after = recurrence("lightning_attention()", x, active.plan, 1.0, state=state, final=cache is not None)
-        if cache is not None:
-            cache.set_linear_cache(self.layer_idx, after)
-        out = F.sigmoid(self.output_gate(hidden_states)) * self.norm(out.flatten(2))
-        return self.out_proj(out), after
+        return over_ranks(original, active, *args, **kwargs)
 
-    return forward
+    call.ringattn_replaces = original  # type: ignore[attr-defined]
+    return call
 
 
-_REPLACEMENTS = {
+def _convolution(
+    original: object, active: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    out = active.plan.convolve(hidden_states.to(weight.dtype).transpose(1, 2), weight, bias)
+    if isinstance(active, States) and (earlier := active.before_chunk(weight)) is not None:
+        out = out + earlier
+    out = out if activation is None else needed("transformers.activations", "ACT2FN")[activation](out)
+    return out.to(hidden_states.dtype).transpose(1, 2)
+
+
+def _delta_rule(
+    original: Callable[..., Any], active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    if isinstance(active, States):
+        return _recurrence("gated_delta_rule()", active, Tokens(query, key, value, g, beta), **kwargs)
+    if kwargs.get("initial_state") is not None:
+        raise NotImplementedError(_CACHE)
+    plan: Plan = active.plan
+    own = ("cu_seqlens", "initial_state", "output_final_state")  # the plan has the documents
+    others = {name: x for name, x in kwargs.items() if name not in own}
+
+    def whole(*tensors: Tensor) -> Tensor:
+        return _by_documents(plan, lambda q, k, v, g, b: original(q, k, v, g=g, beta=b, **others)[0], tensors)
+
+    if key.shape[2] < plan.world_size:  # the function itself repeats keys for several heads of values
+        query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], 2) for x in (query, key))
+    return plan.heads(whole, query, key, value, g, beta), None
+
+
+def _kda(
+    original: object, active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(active, States) and kwargs.get("initial_state") is not None:
+        raise NotImplementedError(_CACHE)
+    return _recurrence("kda()", active, Tokens(query, key, value, g, beta), **kwargs)
+
+
+def _recurrence(
+    what: str, active: Any, x: Tokens, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **others: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    norm = use_qk_l2norm_in_kernel
+    return recurrence(what, x, active.plan, scale, norm=norm, state=initial_state, final=output_final_state)
+
+
+def _scan(
+    original: object, active: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    **kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
+    state, final = kwargs.get("initial_states"), kwargs.get("return_final_states", False)
+    if kwargs.get("z") is not None or (not isinstance(active, States) and (final or state is not None)):
+        raise NotImplementedError(_CACHE)
+    out, after = scan(Scanned(hidden_states, dt, A, B, C), active.plan, kwargs, state, final)
+    return (out, after) if final else out
+
+
+def _not_fused(original: object, active: Any, *args: Any, **kwargs: Any) -> None:
+    """Return what lets the layer call both parts."""
+
+
+def _lightning(
+    original: object, active: Any, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if cache is not None and not isinstance(active, States):
+        raise NotImplementedError(_CACHE)
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(2, (layer.num_attention_heads, 3 * layer.head_dim))
+    q, k, v = qkv.split(layer.head_dim, 3)
+    x = Tokens(q, k, v, -layer.slope_rate.flatten().expand(*qkv.shape[:3]), None)
+    state = None if cache is None else cache.get_linear_cache(layer.layer_idx)
+    out, after = recurrence("lightning_attention()", x, active.plan, 1.0, state=state, final=cache is not None)
+    if cache is not None:
+        cache.set_linear_cache(layer.layer_idx, after)
+    out = F.sigmoid(layer.output_gate(hidden_states)) * layer.norm(out.flatten(2))
+    return layer.out_proj(out), after
+
+
+_OVER_RANKS: dict[str, Callable[..., Any]] = {
     _CONVOLUTION: _convolution,
     _DELTA_RULE: _delta_rule,
     _KDA: _kda,
