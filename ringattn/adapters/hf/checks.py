@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -188,21 +188,27 @@ def check_rows(model: nn.Module, seq_len: int, batch: Mapping[str, Any]) -> None
             )
 
 
-def _check_rope(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
-    """Refuse rotary embeddings that depend on the length of the row where ranks would take different lengths: each
-    takes that of its own positions."""
-    config = model.config.get_text_config()
+def _limits(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the kinds of a model's rotary embeddings whose frequencies depend on the length of the row, and the length
+    beyond which they do."""
     every = getattr(config, "rope_parameters", None) or {}
     for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
         kind = rope.get("rope_type", "default")
-        if kind != "longrope" and kind != "dynamic":
-            continue
+        if kind == "longrope":
+            yield kind, rope["original_max_position_embeddings"]
+        elif kind == "dynamic":
+            yield kind, config.max_position_embeddings
+
+
+def _check_rope(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
+    """Refuse rotary embeddings that depend on the length of the row where ranks would take different lengths: each
+    takes that of its own positions."""
+    for kind, limit in _limits(model.config.get_text_config()):
         positions = batch.get("position_ids")
         if positions is None:
             positions = batches.default_positions(*batches.begins(plan), 1)
         highest = positions.detach().cpu().reshape(-1, plan.seq_len).amax(0)
         ends = [int(highest[layouts.positions(shard)].max()) + 1 for shard in plan.shards]
-        limit = rope["original_max_position_embeddings"] if kind == "longrope" else config.max_position_embeddings
         differ = min(ends) <= limit if kind == "longrope" else min(ends) != max(ends)
         if max(ends) > limit and differ:
             raise NotImplementedError(
@@ -215,14 +221,8 @@ def _check_rope(model: Any, plan: Plan, batch: Mapping[str, Any]) -> None:
 
 def check_positions(model: Any, longest: int) -> None:
     """Refuse models that count in ways that depend on how many tokens a forward gets."""
-    config = model.config.get_text_config()
-    every = getattr(config, "rope_parameters", None) or {}
-    for rope in every.values() if all(isinstance(v, Mapping) for v in every.values()) else [every]:
-        kind = rope.get("rope_type", "default")
-        limit = {
-            "longrope": rope.get("original_max_position_embeddings"), "dynamic": config.max_position_embeddings
-        }.get(kind)  # fmt: skip
-        if limit is not None and longest > limit:
+    for kind, limit in _limits(model.config.get_text_config()):
+        if longest > limit:
             raise NotImplementedError(
                 f"{type(model).__name__} has rope_type={kind!r}, whose frequencies depend on the length of a row, and "
                 f"rows may reach {longest} positions, beyond {limit}; use shorter prompts or a smaller max_new_tokens"
