@@ -29,6 +29,10 @@ class View(NamedTuple):
     kind: type
     fields: Mapping[str, Any]
 
+    @classmethod
+    def like(cls, view: Any, at: int = 0, tensor: int = 0) -> View:
+        return cls(at, tensor, type(view), {name: value for name, value in vars(view).items() if name != "base"})
+
     def of(self, base: Any) -> Any:
         """Return this view of another tensor, or :class:`_Memory`."""
         view: Any = object.__new__(self.kind)
@@ -122,8 +126,7 @@ class DirectLaunch:
                 source.name(tensor)  # which keeps it
                 values += [source.value(y) for y in flat]
             elif i in described:
-                fields = {name: value for name, value in vars(x).items() if name != "base"}
-                encoded = _Encoded(View(i, 0, type(x), fields), described[i])
+                encoded = _Encoded(View.like(x, i), described[i])
                 values += [f"{source.name(encoded)}[{at}]", *map(source.name, (*x.shape, *x.strides))]
             else:
                 values.append(at)

@@ -37,7 +37,7 @@ from .direct_launch import DirectLaunch, View
 
 try:
     from triton.runtime.interpreter import InterpretedFunction
-except ImportError:  # it needs NumPy
+except ImportError:  # it needs NumPy, which kernels of the Kernels Hub may lack
 
     class InterpretedFunction:  # type: ignore[no-redef]
         """The class of no kernel."""
@@ -273,9 +273,6 @@ class Launches:
         ):
             self._repeats.put(key, _Repeat(launched, tensors, fixed))
 
-    def __contains__(self, key: Hashable) -> bool:
-        return self._repeats.get(key) is not None
-
     def __len__(self) -> int:
         return len(self._repeats)
 
@@ -295,8 +292,7 @@ class _Repeat:
                 self.plain.append((i, n))
                 args[i] = None
             elif hasattr(x, "base") and (n := index_of.get(id(x.base))) is not None:
-                fields = {name: value for name, value in vars(x).items() if name != "base"}
-                self.views.append(View(i, n, type(x), fields))
+                self.views.append(View.like(x, i, n))
                 args[i] = None
             elif isinstance(base := getattr(x, "base", x), Tensor) and not any(base is y for y in fixed):
                 raise AssertionError(f"argument {i} is a tensor that is neither in tensors nor in fixed")
@@ -333,8 +329,7 @@ def _write(source: program.Source, launched: Launched, device: torch.device) -> 
     values = []
     for x in args:
         if hasattr(x, "base") and not isinstance(x, Tensor) and source.changes(x.base):
-            fields = {name: value for name, value in vars(x).items() if name != "base"}
-            values.append(f"{source.name(View(0, 0, type(x), fields).of)}({source.value(x.base)})")
+            values.append(f"{source.name(View.like(x).of)}({source.value(x.base)})")
         else:
             values.append(source.value(x))
     source.line(f"{source.name(compiled[grid])}({', '.join(values)})")

@@ -50,8 +50,7 @@ def order(q: Tensor, v: Tensor, backward: bool) -> tuple[str, ...]:
 
 def active() -> str | None:
     """Return the FlashAttention that the program has put in the place of torch's, None if it is torch's."""
-    current = getattr(attention, "current_flash_attention_impl", None)  # torch 2.10 and older have none
-    return current() if current is not None else None
+    return attention.current_flash_attention_impl()
 
 
 def names(q: Tensor, v: Tensor, backward: bool) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class _Tiles(NamedTuple):
     warps: int
 
 
-def _tiles(pool: Pool, tma: bool) -> _Tiles:
+def _tiles(pool: Pool) -> _Tiles:
     wide = pool.k.shape[-1] + (0 if pool.shared_values else pool.v.shape[-1])
     if wide * pool.k.element_size() > 512 + 256:
         return _Tiles(1, 2, 8)
@@ -101,7 +101,7 @@ def launch(
     group, s = q_heads // kv_heads, ScoreArguments.of(score)
     main = padded(dim) if padded(dim) <= 256 or padded(dim) == dim else padded(dim) // 2
     tma = main >= dim and tile >= 16 and all(has_tma(x[None]) for x in (pool.k, pool.v))
-    tiles = _tiles(pool, tma)
+    tiles = _tiles(pool)
     grid = Grid.of(q, pool, tables, call, tiles.programs * (multiprocessors(q.device) if q.is_cuda else 4))
     units = batch * kv_heads * grid.blocks
     pieces, arrived = scratch(tables, grid, units, dim_v)

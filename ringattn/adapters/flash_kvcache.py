@@ -74,7 +74,7 @@ def flash_attn_with_kvcache(
     try:
         tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
         check_no_gradients(f"{_NAME}()", tensors)
-        _check(tensors, transport)
+        _check(tensors)
         check_score(q, softcap, alibi_slopes, None)
         if not isinstance(window_size, tuple | list) or [*map(type, window_size)] != [int, int]:
             raise TypeError(f"window_size is {window_size!r}; pass (left, right), -1 for no limit")
@@ -257,7 +257,7 @@ def _lengths(lengths: int | Tensor | None, new: int, cache: _Cache, q: Tensor) -
     return torch.full((len(q),), lengths, device=q.device)
 
 
-def _check(tensors: dict[str, Tensor | None], transport: Transport) -> None:
+def _check(tensors: dict[str, Tensor | None]) -> None:
     """Check types, shapes, dtypes and devices: kernels trust them."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k_cache", "v_cache")):

@@ -25,8 +25,6 @@ def door(name: str = "ringattn") -> Iterator[None]:
     """Register our kernels with torch as ``name``, for ``activate_flash_attention_impl(name)``."""
     import torch.nn.attention as registry
 
-    if not hasattr(registry, "register_flash_attention_impl"):
-        raise ImportError(f"torch {torch.__version__} has no register_flash_attention_impl; torch 2.11 has")
     if name in registry.list_flash_attention_impls():
         raise ValueError(f"name is {name!r}, which torch has registered already; choose another one")
     registry.register_flash_attention_impl(name, register_fn=_Activated)
