@@ -30,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn
 from benchmarks.documents import bounds
+from benchmarks.graphs import on_side_stream
 from ringattn.dataflow import copy_engines
 from ringattn.program import Programs
 from ringattn.tools.terminal import Parser
@@ -84,12 +85,10 @@ def measured(call: Callable[[], object], calls: int = 8, rounds: int = 15) -> tu
 
 def captured(call: Callable[[], object]) -> float | None:
     """Return the wall time of a call in a CUDA graph, None if it cannot be captured."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    graph = torch.cuda.CUDAGraph()
+    with on_side_stream(torch.device("cuda")):
         for _ in range(3):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
