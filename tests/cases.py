@@ -355,7 +355,7 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 
 
 def relay_of(plan: ringattn.Plan) -> Relay:
-    """How keys of a hierarchical gather cross the network."""
+    """How keys of a gather by node cross the network."""
     transfer = transfer_of(plan)
     assert isinstance(transfer, Hierarchical)
     return transfer.relay

@@ -63,7 +63,7 @@ def check(got: list[list[Tensor]], want: list[Tensor]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_any_mask_and_layout(name: str, layout: str) -> None:
-    """Values and gradients, hierarchical and flat, in waves and at once; integers, bools and places come along."""
+    """Values and gradients, by node and flat, in waves and at once; integers, bools and places come along."""
     whole = [values(2, SEQ, HEADS, DIM, seed=i) for i in range(3)]
     dense = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), **MASKS[name]()).mask.dense()
     ids = MASKS[name]().get("documents", torch.zeros(1, SEQ, dtype=torch.long)).tolist()

@@ -153,7 +153,7 @@ def functions_that(asks: Callable[[ast.AST], bool], names: Iterable[str]) -> set
 
 
 def test_one_function_chooses_how_keys_travel() -> None:
-    """What differs between copy engines, messages and their hierarchical kinds is a method of a transfer."""
+    """What differs between copy engines, messages and their kinds by node is a method of a transfer."""
 
     def calls(*names: str) -> Callable[[ast.AST], bool]:
         return lambda node: isinstance(node, ast.Call) and ast.unparse(node.func) in names

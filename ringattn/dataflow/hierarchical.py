@@ -1,4 +1,4 @@
-"""Hierarchical gather by messages: keys cross the network once for each node, and gradients are summed before they do.
+"""Gather by node, by messages: keys cross the network once for each node, and gradients are summed before they do.
 
 Two exchanges in a row take a group of heads to its kernel (:mod:`..layouts.relay`): one between nodes, into the
 extended shards of carriers, and one inside of each node. They are a pipeline; in each turn both are one batch of

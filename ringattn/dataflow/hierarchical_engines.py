@@ -1,4 +1,4 @@
-"""Hierarchical gather where copy engines move what is inside of a node: messages bring keys into the memory that the
+"""Gather by node where copy engines move what is inside of a node: messages bring keys into the memory that the
 node's GPUs share, from which they pull them (:mod:`ringattn.peer.carry`), and take sums of gradients from it.
 
 Heads are processed in waves, one kernel each. While a wave is attended, the next ones cross the network.

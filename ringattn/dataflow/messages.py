@@ -102,7 +102,7 @@ def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Ten
 
 class SentGradients(GradientReturn):
     """Contributions that return by messages, and their sums at their owner. A wave is a group of heads: (keys, batch,
-    heads, both head dims). In a hierarchical gather they return to carriers, and sums of a node to the owners of the
+    heads, both head dims). In a gather by node they return to carriers, and sums of a node to the owners of the
     keys: while those of one group cross the network, those of the next one move inside of the node."""
 
     def __init__(self, call: Call, transfer: Messages) -> None:

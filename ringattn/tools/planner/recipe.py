@@ -10,7 +10,7 @@ def lines(problem: Problem, verdict: Verdict) -> list[str]:
     """Return them for a way: imports, what is done to a ``model`` before training, and the loss in its forward."""
     row, s, machines = verdict.way.row, verdict.way.switches, problem.cluster
     flow = "ring" if row.dataflow.endswith("ring") else "gather"
-    local = f", local_size={row.ranks}" * (row.dataflow == flow and row.hosts > 1)  # not hierarchical
+    local = f", local_size={row.ranks}" * (row.dataflow == flow and row.hosts > 1)  # not by node
     buffer = f", buffer_bytes={s.buffer_bytes}" * (s.buffer_bytes != Switches.buffer_bytes)
     how = "inputs=host" * (s.host_bytes > 0) + ", attention=host" * (s.host_bytes > 0 and s.attention_on_host)
     how += (", " * bool(how) + "results=0") * (not s.keep_attention_out)
