@@ -56,7 +56,7 @@ class Contestants:
         return tensors
 
     def plan(self, setting: Setting, group: Any, dataflow: str, layout: str) -> ringattn.Plan:
-        """Return a plan; "flat" is a gather that knows nothing of nodes, "deterministic" one with deterministic=True."""
+        """Return a plan; "flat" is a gather that knows nothing of nodes, "deterministic" one of the same bits."""
         options = mask_arguments(setting.mask, setting.seq_len, self.args.window)
         variants: dict[str, dict[str, Any]] = dict(flat=dict(local_size=1), deterministic=dict(deterministic=True))
         options |= dict(dataflow="gather" if dataflow in variants else dataflow) | variants.get(dataflow, {})

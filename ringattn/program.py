@@ -254,6 +254,11 @@ class _Root:
 class _Recorder(TorchDispatchMode):
     """Records one call."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from importing torch._dynamo, for seconds, only to disable it here, where nothing is compiled."""
+        return False
+
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.source, self.refused = Source(), ""

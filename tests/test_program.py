@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn import operators
+from ringattn import operators, program
 from ringattn.program import Epoch, Program, Programs, record, recorded
 
 needs_hopper = pytest.mark.skipif(
@@ -54,6 +54,11 @@ def test_a_program_does_the_same_with_other_tensors() -> None:
         for x, y in zip(replayed(made, *inputs), work(*inputs), strict=True):
             assert torch.equal(x, y)
             assert x.stride() == y.stride()
+
+
+def test_a_recorder_does_not_import_dynamo() -> None:
+    """Torch wraps what a dispatch mode does so that its first call imports torch._dynamo, which takes seconds."""
+    assert not hasattr(program._Recorder.__torch_dispatch__, "__wrapped__")
 
 
 def test_empty_parts_are_repeated() -> None:
