@@ -47,6 +47,8 @@ def problem() -> str | None:
     """Return why no prebuilt kernel is used; None if there are some."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
+    if (named := os.environ.get(SWITCH)) and not Path(named).is_dir():
+        return f"{SWITCH} is {named}, which is no folder; pass one that python -m scripts.prebuild made, or unset it"
     if not (place := folder()).is_dir():
         others = sorted(x.name for x in place.parent.glob("triton-*"))
         return f"{place.parent} has none for {place.name}" + (f", but for {', '.join(others)}" if others else "")

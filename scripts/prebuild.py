@@ -141,6 +141,8 @@ def main() -> int:
     parser = Parser("scripts.prebuild", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=prebuilt.FOLDER)
     args = parser.parse_args()
+    if args.folder.exists() and not args.folder.is_dir():
+        parser.error(f"{args.folder} is a file; pass a folder, which need not exist")
     os.environ[prebuilt.SWITCH] = str(args.folder.resolve())
     place = prebuilt.folder()
     place.mkdir(parents=True, exist_ok=True)

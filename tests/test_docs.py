@@ -1038,13 +1038,14 @@ def test_generation_of_transformers() -> None:
         assert torch.equal(out, alone.generate(**inputs, max_new_tokens=256))
 
 
-def test_trainer_and_sampler() -> None:
+def test_trainer_and_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page compares bits itself; here the sampler's are on one rank, and the trainer's on two."""
     auto = types.SimpleNamespace(from_pretrained=lambda *_, **__: _small_llama("ringattn")[1].float())
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (2, 140), generator=g)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    names: dict[str, Any] = dict(AutoModelForCausalLM=auto, ringattn=ringattn, name="", inputs=inputs, torch=torch)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", auto)
+    names: dict[str, Any] = dict(name="", inputs=inputs)
     exec(code_of("trainer_and_sampler", 0), names | dict(sampler=VirtualRank(0, 1)), names)
     models = [copy.deepcopy(names["model"]) for _ in range(2)]
 

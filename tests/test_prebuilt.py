@@ -194,6 +194,8 @@ def test_the_doctor_says_what_is_used_and_why_not(built: Built) -> None:
     assert re.search(r"none are used: .* has none for triton-3\.9\.0-.*, but for triton-3\.6", finding().text)
     built.patch.setenv(prebuilt.SWITCH, "0")
     assert finding() == doctor.ok("prebuilt kernels", "none are used: RINGATTN_CUBINS=0")
+    built.patch.setenv(prebuilt.SWITCH, __file__)
+    assert (finding().verdict, f"RINGATTN_CUBINS is {__file__}, which is no folder" in finding().text) == ("warn", True)
 
 
 class Names(prebuild.Compiler):

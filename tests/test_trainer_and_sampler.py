@@ -302,7 +302,7 @@ def test_rounded_caches_have_the_same_bits_on_any_number_of_ranks() -> None:
 
 def test_what_has_no_order_is_refused() -> None:
     rank, row = virtual.VirtualRank(0, 1), Row()
-    with pytest.raises(ValueError, match=r"sinks is 4, .* deterministic=True; leave one out"):
+    with pytest.raises(ValueError, match=r"sinks is 4, .* deterministic caches have none; leave out one"):
         ringattn.KVCache(1, 2, 16, rank, tokens=64, windows=[8], sinks=4, deterministic=True)
     cache = ringattn.KVCache(1, KV_HEADS, 16, rank, tokens=64, dtype=torch.float32, deterministic=True)
     step = cache.step([cache.add()])
@@ -354,10 +354,10 @@ REASONS: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
     "left padding": (
         lambda: (plan_of(documents=torch.tensor([[-1] * 56 + [0] * 200])), cache_of()), "documents begin at 56, ",
     ),
-    "another window": (lambda: (plan_of(window_size=(8, 0)), cache_of(windows=[9, None])), "its mask is not causal"),
-    "another mask": (lambda: (plan_of(causal=False), cache_of()), "its mask is not causal"),
+    "another window": (lambda: (plan_of(window_size=(8, 0)), cache_of(windows=[9, None])), "its mask is not that of the cache"),
+    "another mask": (lambda: (plan_of(causal=False), cache_of()), "its mask is not that of the cache"),
     "a union": (
-        lambda: (plan_of(causal=False, mask=ringattn.mask.sinks(256, 4, 9)), cache_of(windows=[9, 9])), "mask is not",
+        lambda: (plan_of(causal=False, mask=ringattn.mask.sinks(256, 4, 9)), cache_of(windows=[9, 9])), "mask is not that",
     ),
     "long rows": (
         lambda: (plan_of(tokens=LONGEST_SUM + 9, rank=virtual.VirtualRank(0, 1)), cache_of()),
@@ -387,6 +387,27 @@ def test_same_bits_is_right_about_documents() -> None:
         assert torch.equal(out[:, begin:], want) == (not ringattn.same_bits(plan, alone))
 
 
+def test_same_bits_tells_masks_and_windows_apart() -> None:
+    """Plans of one length that see the same keys are the same; what sees others is named."""
+    plans = {
+        "causal": dict(causal=True),
+        "a window of all": dict(causal=True, window_size=(256, 0)),
+        "window": dict(causal=True, window_size=(100, 0)),
+        "full": {},
+    }
+    made = {name: plan_of(rank=None, **{"causal": False, **mask}) for name, mask in plans.items()}
+    assert ringattn.same_bits(made["causal"], made["a window of all"]) == []
+    for name in ("window", "full"):
+        (reason,) = ringattn.same_bits(made["causal"], made[name])
+        assert reason.startswith("plan 1: its queries see other keys than those of the first plan"), reason
+    rank = virtual.VirtualRank(0, 1)
+    caches = [
+        ringattn.KVCache(2, KV_HEADS, 16, rank, tokens=64, windows=windows, deterministic=True)
+        for windows in ([64, 64], [None, None])
+    ]
+    assert ringattn.same_bits(*caches) == ["caches have other windows: (64, 64), (-1, -1); pass the same"]
+
+
 def test_same_bits_takes_plans_and_caches() -> None:
     with pytest.raises(TypeError, match=r"calls are \(3,\); pass what ringattn\.plan\(\) returned, and KVCaches"):
         ringattn.same_bits(3)  # type: ignore[arg-type]
@@ -413,6 +434,15 @@ class Layers(nn.Module):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + x @ self.down.weight[:, :50]
         x = self.head(x).float()
         return nn.functional.softmax(x, -1) + x.log_softmax(-1) + x.logsumexp(-1, keepdim=True)
+
+
+def test_fixed_rows_of_a_linear_layer_that_adds() -> None:
+    """As GPT-2 has them."""
+    bias, x, weight = torch.randn(37), torch.randn(300, 60), torch.randn(60, 37)
+    with ringattn.fixed_rows():
+        want = torch.addmm(bias, x, weight)
+        assert all(torch.equal(torch.addmm(bias, x[:n], weight), want[:n]) for n in (1, 3, 50, 131))
+    torch.testing.assert_close(want, torch.addmm(bias, x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

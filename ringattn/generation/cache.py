@@ -105,7 +105,7 @@ class KVCache:
                     f"{layers} layers, as [128] * {layers}"
                 )
             if deterministic and sinks:
-                raise ValueError(f"sinks is {sinks}, which has no order of sums with deterministic=True; leave one out")
+                raise ValueError(f"sinks is {sinks}, and deterministic caches have none; leave out one")
             place = self.transport.device if device is None else existing(device)
         except Exception as bad:  # of any kind: the other ranks must hear of it
             error = bad

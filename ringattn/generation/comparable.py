@@ -7,6 +7,7 @@ import torch
 from ..kernels.contract import GRID, LONGEST_SUM
 from ..kernels.paged.operands import E4M3
 from ..masks.common import window
+from ..masks.intervals import Mask
 from ..memo import on_the_host
 from ..plans import Plan
 from .cache import KVCache
@@ -18,6 +19,8 @@ def same_bits(*calls: Plan | KVCache) -> list[str]:
     (prompts and :func:`ringattn.decode`), than under another. Empty: out and lse are equal bit for bit.
 
     The rest must be the same: q, k, v and the arguments of the calls, the kernel, and the kind of processor or GPU.
+    Plans of the same length are taken for plans of the same row; of other lengths, the caller compares a document that
+    both have, under the same mask.
     What a model computes besides attention needs :func:`ringattn.fixed_rows`, or layers of the same property.
 
     Args:
@@ -40,7 +43,12 @@ def same_bits(*calls: Plan | KVCache) -> list[str]:
             if call._memory.token.dtype == E4M3 and any(plan not in call._plans for plan in plans):
                 reasons.append(f"{name} rounds keys and values to e4m3, which plans of another origin do not")
         elif caches or len({plan.mask.digest() for plan in plans}) > 1:
-            reasons += [f"{name}: {why}" for why in _elsewhere(call, caches)]
+            others = _elsewhere(call, caches)
+            if not caches and not others and _other_keys(plans[0], call):
+                others = ["its queries see other keys than those of the first plan; pass the same mask"]
+            reasons += [f"{name}: {why}" for why in others]
+    if len({cache.windows for cache in caches}) > 1:
+        reasons.append(f"caches have other windows: {', '.join(str(cache.windows) for cache in caches)}; pass the same")
     if len({call.transport.device.type for call in calls}) > 1:
         reasons.append("they run on devices of several kinds, whose kernels differ; compare on one kind")
     most = [plan.mask.max_keys_per_query for plan in plans] + [max([*c.lengths.values(), 0]) for c in caches]
@@ -64,10 +72,25 @@ def _elsewhere(plan: Plan, caches: list[KVCache]) -> list[str]:
         )
     for left in {left for cache in caches for left in cache.windows}:
         wanted = window(plan.seq_len, left, 0, plan.seq_len_k) & plan.documents
-        (a, b), (c, d) = (mask.members[0].intervals(at) for mask in (plan.mask, wanted))
-        if not plan.mask.is_union and bool(((a == c) & (b == d) | (a >= b) & (c >= d)).all()):
+        if not plan.mask.is_union and _same(plan.mask, wanted):
             break
     else:
         if caches:
-            reasons.append(f"its mask is not causal with a window of a cache ({caches[0].windows}); plan such a one")
+            windows = sorted({left for cache in caches for left in cache.windows})
+            text = " or ".join("no window" if left < 0 else f"window_size=({left}, 0)" for left in windows)
+            reasons.append(f"its mask is not that of the cache; pass causal=True and {text} to plan()")
     return reasons
+
+
+def _other_keys(a: Plan, b: Plan) -> bool:
+    """Return whether queries of plans of the same length see other keys."""
+    if a.mask.digest() == b.mask.digest() or (a.seq_len, a.seq_len_k) != (b.seq_len, b.seq_len_k):
+        return False
+    return a.mask.is_union or b.mask.is_union or not _same(a.mask, b.mask)
+
+
+def _same(a: Mask, b: Mask) -> bool:
+    """Return whether the queries of two masks of one interval each see the same keys."""
+    at = torch.arange(a.seq_len, device="cpu")
+    (start, end), (first, last) = (mask.members[0].intervals(at) for mask in (a, b))
+    return bool(((start == first) & (end == last) | (start >= end) & (first >= last)).all())

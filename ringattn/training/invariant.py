@@ -21,8 +21,9 @@ def _both(*names: str) -> set[Callable[..., Any]]:
     return {getattr(where, name) for name in names for where in (torch, Tensor)}
 
 
-_OF_ROWS = {F.linear, F.layer_norm, F.rms_norm, F.silu, F.gelu, F.softplus}
-_OF_ROWS |= _both("sigmoid", "tanh", "exp", "rsqrt", "cos", "sin")
+_OF_ROWS = {F.linear, F.layer_norm, F.rms_norm, F.silu, F.gelu, F.softplus, F.elu, F.mish}
+_OF_ROWS |= _both("sigmoid", "tanh", "exp", "exp2", "rsqrt", "cos", "sin")
+_ADDED = {torch.addmm}  # to a bias: a linear layer of GPT-2
 _OVER_LAST = _both("mean", "sum", "softmax", "log_softmax", "logsumexp")  # of ``dim=-1``
 _PRODUCTS = _both("matmul", "mm") | {Tensor.__matmul__}  # with a matrix on the right
 _VECTOR = 64  # elements that the CPU computes at a time, at most
@@ -35,6 +36,9 @@ class _FixedRows(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function in _ADDED and len(args) > 1 and args[0].ndim == 1:
+            bias, x, *more = args
+            return self._tiled(lambda tile: function(bias, tile, *more, **kwargs), (x,), {})
         if not args or not isinstance(args[0], Tensor) or args[0].ndim < 2 or not args[0].is_floating_point():
             return function(*args, **kwargs)
         over_last = function in _OVER_LAST and kwargs.get("dim", args[1] if len(args) > 1 else None) in (
@@ -45,6 +49,9 @@ class _FixedRows(TorchFunctionMode):
         product = function in _PRODUCTS and len(args) > 1 and args[1].ndim == 2
         if function not in _OF_ROWS and not over_last and not product:
             return function(*args, **kwargs)
+        return self._tiled(function, args, kwargs)
+
+    def _tiled(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         x, rows = args[0], self.rows
         tiles = x.contiguous().view(-1, x.shape[-1]).split(rows)
         filled = (F.pad(tile, (0, 0, 0, rows - len(tile))) for tile in tiles)
