@@ -1040,7 +1040,8 @@ def test_generation_of_transformers() -> None:
 
 def test_trainer_and_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page compares bits itself; here the sampler's are on one rank, and the trainer's on two."""
-    auto = types.SimpleNamespace(from_pretrained=lambda *_, **__: _small_llama("ringattn")[1].float())
+    model = _small_llama("ringattn")[1].float()
+    auto = types.SimpleNamespace(from_pretrained=lambda *_, **__: model)
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(1, VOCABULARY, (2, 140), generator=g)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
