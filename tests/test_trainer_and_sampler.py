@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import suite
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import ringattn
 from ringattn import virtual
 from ringattn.kernels.contract import LONGEST_SUM, ScoreMod
+from ringattn.training import invariant
 
 KV_HEADS, GROUP = 2, 3
 
@@ -434,6 +436,40 @@ class Layers(nn.Module):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + x @ self.down.weight[:, :50]
         x = self.head(x).float()
         return nn.functional.softmax(x, -1) + x.log_softmax(-1) + x.logsumexp(-1, keepdim=True)
+
+
+TILED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "softmax": lambda x, w: (F.softmax(x, -1), F.log_softmax(x, dim=-1), nn.Softmax(-1)(x), x.softmax(1), x.sum((1,))),
+    "linear": lambda x, w: (F.linear(x, w), F.linear(input=x, weight=w), x @ w.T, torch.mm(x, mat2=w.T)),
+    "norms": lambda x, w: (F.layer_norm(x, (60,)), F.rms_norm(x, normalized_shape=[60])),
+    "in place": lambda x, w: tuple(f(x.clone(), inplace=True) for f in (F.silu, F.elu, F.mish)),
+}
+NOT_TILED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "another dimension": lambda x, w: (F.softmax(x, 0), x.sum(0), x.mean(), F.layer_norm(x, (300, 60))),
+    "out": lambda x, w: torch.exp(x, out=torch.empty_like(x)),
+    "nothing": lambda x, w: F.silu(x[:0]),
+}
+
+
+@pytest.mark.parametrize("name", TILED | NOT_TILED)
+def test_fixed_rows_computes_what_it_promises(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Counted, since a CPU may give the same bits without it; and the results are those of the functions."""
+    x, w = torch.randn(300, 60), torch.randn(37, 60)
+    tiled, counted = invariant._FixedRows._tiled, []
+    monkeypatch.setattr(invariant._FixedRows, "_tiled", lambda self, *args: counted.append(1) or tiled(self, *args))
+    call = (TILED | NOT_TILED)[name]
+    with ringattn.fixed_rows():
+        got = call(x, w)
+    assert len(counted) == (len(got) if name in TILED else 0)
+    torch.testing.assert_close(got, call(x, w))
+
+
+def test_fixed_rows_write_in_place() -> None:
+    x = torch.randn(5, 60)
+    want, got = F.silu(x), x.clone()
+    with ringattn.fixed_rows():
+        assert F.silu(got, inplace=True) is got
+    torch.testing.assert_close(got, want)
 
 
 def test_fixed_rows_of_a_linear_layer_that_adds() -> None:

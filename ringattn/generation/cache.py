@@ -56,7 +56,7 @@ class KVCache:
             much as the others.
         deterministic: prompts and :func:`ringattn.decode` give the bits of ``ringattn.plan(deterministic=True)`` for
             the same tokens, whatever the page size, the batch, the chunks and the number of ranks
-            (:func:`ringattn.same_bits` says for which plans). A step then gathers the keys of each row on every rank.
+            (:func:`ringattn.same_bits` says for which plans). A step then gathers the keys of each row on one rank.
 
     Attributes:
         transport: of the group.

@@ -110,8 +110,8 @@ def decode(
     ``kernel`` is as in attention().
 
     Under autocast, q, k and v are cast to its dtype if it is the cache's. Nothing is differentiated: call it under
-    torch.no_grad() or torch.inference_mode(). The step may be
-    captured in a CUDA graph, or passed to a compiled function; a call makes at most one collective.
+    torch.no_grad() or torch.inference_mode(). The step may be captured in a CUDA graph, or passed to a compiled
+    function, and a call makes at most one collective, but for caches with ``deterministic=True``.
 
     Returns:
         out (batch, new, heads, head_dim_v) in q's dtype, and with ``return_lse`` lse (batch, heads, new): natural

@@ -107,7 +107,8 @@ def capturing() -> bool:
 
 def ends_capture(error: BaseException) -> bool:
     """Return whether an error ends no more than the capture of a CUDA graph, of which nothing has been executed."""
-    return isinstance(error, Exception) and not isinstance(error, ExchangeFailed) and capturing()
+    ends_all = isinstance(error, (ExchangeFailed, Desynchronized))  # another rank may wait in an eager call
+    return isinstance(error, Exception) and not ends_all and capturing()
 
 
 def refused_by(rank: int, call: str, reason: str, ranks: Sequence[int] = ()) -> RankFailed:
