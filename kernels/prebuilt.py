@@ -91,7 +91,7 @@ def write(place: Path, name: str, compiled: CompiledKernel) -> None:
 
 def _compile(src: Any, target: Any, options: Mapping[str, Any], **more: Any) -> CompiledKernel:
     """Return the prebuilt kernel, or what Triton compiles."""
-    found = _read(src, target, options)
+    found = _read(src, target, options) if problem() is None else None  # variables may have been set meanwhile
     if found is not None:
         return found
     with _hashing:  # of several threads, the first one hashes Triton's library
