@@ -47,8 +47,8 @@ def problem() -> str | None:
     """Return why no prebuilt kernel is used; None if there are some."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
-    if (named := os.environ.get(SWITCH)) and not Path(named).is_dir():
-        return f"{SWITCH} is {named}, which is no folder; pass one that python -m scripts.prebuild made, or unset it"
+    if (wrong := misnamed()) is not None:
+        return wrong
     if not (place := folder()).is_dir():
         others = sorted(x.name for x in place.parent.glob("triton-*"))
         return f"{place.parent} has none for {place.name}" + (f", but for {', '.join(others)}" if others else "")
@@ -57,6 +57,14 @@ def problem() -> str | None:
     if knobs.runtime.add_stages_inspection_hook is not None:
         return "Triton's add_stages_inspection_hook is set"
     return None
+
+
+def misnamed() -> str | None:
+    """Return what is wrong if the variable names something that is not a folder."""
+    named = os.environ.get(SWITCH) or "0"
+    if named == "0" or Path(named).is_dir():
+        return None
+    return f"{SWITCH} is {named}, which is not a folder; pass one that python -m scripts.prebuild made, or unset it"
 
 
 def serve(kernel: Any) -> None:

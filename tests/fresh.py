@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ else:
 for number, file in enumerate(files, 1):
     os.dup2(os.open(file, os.O_WRONLY), number)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.environ.clear()
 os.environ.update(environment)
 exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 """
@@ -36,20 +38,20 @@ exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """Start the process that the others are forked from; it ends with this one, which holds the other end of a pipe."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
+    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", SERVER], cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
     )
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in the repository's root, first on the path. Return its status and what it wrote."""
-    server = _server()
+    """Run code in the repository's root, first on the path, with the environment of this process, changed by
+    ``environment``. Return its status and what it wrote."""
+    server, whole = _server(), {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     assert server.stdin
     assert server.stdout
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as error:
-        server.stdin.write(json.dumps([code, environment, [out.name, error.name]]) + "\n")
+        server.stdin.write(json.dumps([code, whole, [out.name, error.name]]) + "\n")
         server.stdin.flush()
         try:
             status = int(server.stdout.readline())
@@ -58,3 +60,12 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
             _server.cache_clear()
             raise
         return subprocess.CompletedProcess(code, status, out.read().decode(), error.read().decode())
+
+
+def passes_without_interpreter(file: str) -> None:
+    """Run the tests of a file in a process where Triton's interpreter is off: all pass but one, which is skipped."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert re.search(r"\b\d+ passed, 1 skipped", run.stdout), run.stdout[-4000:]

@@ -146,7 +146,7 @@ class Words:
         for place, (address, value) in enumerate(zip(addresses, values, strict=True)):
             name = self.world.name_of(stream, address)
             if place not in waits:
-                stream.put(Operation(f"write {value} beside a wait", functools.partial(store_word, address, value)))
+                stream.put(Operation(f"write {value} after a wait", functools.partial(store_word, address, value)))
             elif not self.world.dropped & {name, f"{name} on {stream.role}"}:
                 ready = functools.partial(reached, address, value)
                 stream.put(Operation(f"wait for {name} {value}", lambda: None, ready))

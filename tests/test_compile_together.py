@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
-import re
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 import torch
 
@@ -272,8 +268,4 @@ def test_a_hook_that_stops_compiling(monkeypatch: pytest.MonkeyPatch, launched: 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the tests above run here")
 def test_the_others_pass_where_the_interpreter_is_off() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert re.search(r"\b\d+ passed, 1 skipped", run.stdout), run.stdout[-4000:]
+    fresh.passes_without_interpreter(__file__)

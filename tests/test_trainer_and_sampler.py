@@ -302,10 +302,21 @@ def test_rounded_caches_have_the_same_bits_on_any_number_of_ranks() -> None:
     assert all(torch.equal(got, want) for ranks in (2, 3) for got in virtual.run(ranks, body))
 
 
+def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = ringattn.KVCache(1, KV_HEADS, 16, virtual.VirtualRank(0, 1), tokens=64, deterministic=True)
+    step = cache.step([cache.add()])
+    monkeypatch.setattr(step, "_on_gpu", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="no CUDA graph captures steps of a deterministic cache"):
+        step.layer(0)
+
+
 def test_what_has_no_order_is_refused() -> None:
     rank, row = virtual.VirtualRank(0, 1), Row()
     with pytest.raises(ValueError, match=r"sinks is 4, .* deterministic caches have none; leave out one"):
         ringattn.KVCache(1, 2, 16, rank, tokens=64, windows=[8], sinks=4, deterministic=True)
+    with pytest.raises(TypeError, match="deterministic is 1; pass a bool"):
+        ringattn.KVCache(1, 2, 16, rank, tokens=64, deterministic=1)  # type: ignore[arg-type]
     cache = ringattn.KVCache(1, KV_HEADS, 16, rank, tokens=64, dtype=torch.float32, deterministic=True)
     step = cache.step([cache.add()])
     inputs = row.inputs(1, 1)
@@ -391,16 +402,10 @@ def test_same_bits_is_right_about_documents() -> None:
 
 def test_same_bits_tells_masks_and_windows_apart() -> None:
     """Plans of one length that see the same keys are the same; what sees others is named."""
-    plans = {
-        "causal": dict(causal=True),
-        "a window of all": dict(causal=True, window_size=(256, 0)),
-        "window": dict(causal=True, window_size=(100, 0)),
-        "full": {},
-    }
-    made = {name: plan_of(rank=None, **{"causal": False, **mask}) for name, mask in plans.items()}
-    assert ringattn.same_bits(made["causal"], made["a window of all"]) == []
-    for name in ("window", "full"):
-        (reason,) = ringattn.same_bits(made["causal"], made[name])
+    causal = plan_of()
+    assert ringattn.same_bits(causal, plan_of(window_size=(256, 0))) == []
+    for other in (plan_of(window_size=(100, 0)), plan_of(causal=False)):
+        (reason,) = ringattn.same_bits(causal, other)
         assert reason.startswith("plan 1: its queries see other keys than those of the first plan"), reason
     rank = virtual.VirtualRank(0, 1)
     caches = [
@@ -483,7 +488,7 @@ def test_fixed_rows_of_a_linear_layer_that_adds() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fixed_rows(dtype: torch.dtype) -> None:
-    """Rows have the same bits alone, and beside others in any order; without it they have not."""
+    """A row has the same bits alone and among others in any order; without fixed_rows it does not."""
     model, x = Layers(dtype), torch.randn(3, 100, 50, generator=torch.Generator().manual_seed(2)).to(dtype)
     for rows in (64, 128):
         with ringattn.fixed_rows(rows):

@@ -104,6 +104,8 @@ class KVCache:
                     f"windows is {windows!r}; pass a number of tokens >= 0 (below 2**31), or None, for each of the "
                     f"{layers} layers, as [128] * {layers}"
                 )
+            if not isinstance(deterministic, bool):
+                raise TypeError(f"deterministic is {deterministic!r}; pass a bool")
             if deterministic and sinks:
                 raise ValueError(f"sinks is {sinks}, and deterministic caches have none; leave out one")
             place = self.transport.device if device is None else existing(device)
@@ -118,7 +120,7 @@ class KVCache:
             ),
             error,
         )  # fmt: skip
-        self.page_size, self._sinks, self.deterministic = page_size, sinks, bool(deterministic)
+        self.page_size, self._sinks, self.deterministic = page_size, sinks, deterministic
         world_size = self.transport.world_size
         # One page for tokens that do not fill theirs, and one for the turns of steps, during which ranks differ.
         pages = -(-tokens // (world_size * page_size)) + 2

@@ -19,9 +19,9 @@ def same_bits(*calls: Plan | KVCache) -> list[str]:
     (prompts and :func:`ringattn.decode`), than under another. Empty: out and lse are equal bit for bit.
 
     The rest must be the same: q, k, v and the arguments of the calls, the kernel, and the kind of processor or GPU.
-    Plans of the same length are taken for plans of the same row; of other lengths, the caller compares a document that
-    both have, under the same mask.
-    What a model computes besides attention needs :func:`ringattn.fixed_rows`, or layers of the same property.
+    Plans of the same length are taken to be of the same row. Where lengths differ, it is for the caller to compare a
+    document that both have, under the same mask. What a model computes besides attention needs
+    :func:`ringattn.fixed_rows`, or layers with that property.
 
     Args:
         calls: plans, of :func:`ringattn.plan` or :meth:`ringattn.KVCache.plan`, and caches. Their groups, layouts, page
@@ -51,7 +51,8 @@ def same_bits(*calls: Plan | KVCache) -> list[str]:
         reasons.append(f"caches have other windows: {', '.join(str(cache.windows) for cache in caches)}; pass the same")
     if len({call.transport.device.type for call in calls}) > 1:
         reasons.append("they run on devices of several kinds, whose kernels differ; compare on one kind")
-    most = [plan.mask.max_keys_per_query for plan in plans] + [max([*c.lengths.values(), 0]) for c in caches]
+    most = [plan.mask.max_keys_per_query for plan in plans]
+    most += [max(cache.lengths.values(), default=0) for cache in caches]
     if min(most, default=0) <= LONGEST_SUM < max(most, default=0):
         reasons.append(
             f"some queries see {max(most)} keys, and sums of more than {LONGEST_SUM} are flushed on the way: compare "

@@ -1,6 +1,6 @@
 """Steps of a cache with ``deterministic=True``: the bits of deterministic plans.
 
-What a query of such a plan gets depends neither on the queries beside it nor on which rank holds which key
+The result of a query in such a plan does not depend on the other queries of the call, nor on which rank holds which key
 (:mod:`..dataflow.same_bits`). So the new tokens of a row are the queries of a plan, on one rank, and its keys are the
 tokens of the row, where ranks hold them: the same walk over the same tiles of positions, by the same kernel, as in a
 forward of the whole row. Rows of a batch go to ranks in turns, and one all-gather gives their results to all.
@@ -44,7 +44,13 @@ class OrderedRow(NamedTuple):
 
 
 def of_row(transport: Transport, slots: Slots, memory: Memory, row: Row, new: int, kind: int, home: int) -> OrderedRow:
-    """Return what layers of a kind need of a row whose tokens of a step have slots, when rank ``home`` attends."""
+    """Return what layers of a kind need of a row whose tokens of a step have slots.
+
+    Args:
+        new: tokens of the step.
+        kind: of layers, those with the same window.
+        home: the rank that attends.
+    """
     world_size, left = transport.world_size, slots.kinds[kind].window
     first, past = max(0, row.length - left) if left >= 0 else 0, row.length + new
     taken = tuple((range(row.length, past),) if rank == row.turn else () for rank in range(world_size))
@@ -59,10 +65,12 @@ def of_row(transport: Transport, slots: Slots, memory: Memory, row: Row, new: in
 
 
 def attend(rows: Sequence[OrderedRow | None], q: Tensor, pool: Pool, score: Score, backend: Backend) -> Result:
-    """Return ``out`` and ``lse`` of a step's new tokens, which are stored, on every rank.
+    """Return ``out`` (batch, new, heads, head_dim_v) in q's dtype and ``lse`` (batch, heads, new) of a step's new
+    tokens, whose keys and values are in the cache; the same on every rank.
 
     Args:
         rows: of the batch; None where a row has no sequence, whose out is 0 and lse -inf.
+        q: (batch, new, heads, head_dim).
     """
     dtype, dim_v = accumulation_dtype(q), pool.v.shape[-1]
     both = q.new_zeros(*q.shape[:3], dim_v + 1, dtype=dtype)  # out, which float32 holds as it is, and lse

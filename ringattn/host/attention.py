@@ -189,7 +189,7 @@ class _Call:
 
     def score_mod(self, heads: slice) -> ScoreMod | None:
         """Return the modification of the scores of some key heads."""
-        with self.noting():
+        with self.plan.transport.noting():
             some = slice(heads.start * self.share, heads.stop * self.share)
             return None if self.mod is None else self.mod.heads(some)
 
@@ -204,22 +204,18 @@ class _Call:
         """Call ``compute(index, heads, *inputs)`` for every group of heads, which returns the results of the group."""
         device = self.device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            with self.noting():
+            with self.plan.transport.noting():
                 staging = Staging(inputs, results, self.groups, Engines(device))
             try:
                 for index, heads in enumerate(self.groups):
-                    with self.noting():
+                    with self.plan.transport.noting():
                         tensors = staging.arrive(index)
                     parts = compute(index, heads, *tensors)  # notes its failures itself
-                    with self.noting():
+                    with self.plan.transport.noting():
                         staging.leave(index, parts)
                     del tensors, parts  # before those of the next group are made
             finally:
                 staging.close()
-
-    def noting(self) -> contextlib.AbstractContextManager[None]:
-        """Mark the group if this rank alone fails: others may be at a message of the next group of heads."""
-        return self.plan.transport.noting()
 
 
 class _Attend(torch.autograd.Function):
@@ -227,7 +223,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, slopes, sink, call):  # type: ignore[no-untyped-def]
-        with call.noting():
+        with call.plan.transport.noting():
             out, lse = _rows(q, v.shape[3], call), _lse(q, call)
         numbers: list[int] = []
 
@@ -254,7 +250,7 @@ class _Attend(torch.autograd.Function):
         call, numbers = ctx.call, ctx.numbers
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        with call.noting():
+        with call.plan.transport.noting():
             dq, dk, dv = (torch.empty_like(x, pin_memory=_pins(x, call)) for x in (q, k, v))
             dsink = None if sink is None else torch.empty_like(sink)
 

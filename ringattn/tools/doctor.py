@@ -102,9 +102,8 @@ def versions() -> Iterator[Finding]:
         paths = {"clusters": launch_paths.clusters(), "direct launches": launch_paths.direct()}
         yield ok("launch paths", ", ".join(f"{path}: {'yes' if has else 'no'}" for path, has in paths.items()))
         if (unused := prebuilt.problem()) is not None:
-            named = Path(os.environ.get(prebuilt.SWITCH) or prebuilt.FOLDER)
-            missing = named != prebuilt.FOLDER and str(named) != "0" and not named.is_dir()
-            yield judged(not missing, "warn", "prebuilt kernels", f"none are used: {unused}", "they are compiled")
+            good, text = prebuilt.misnamed() is None, f"none are used: {unused}"
+            yield judged(good, "warn", "prebuilt kernels", text, "they are compiled")
         else:
             place = prebuilt.folder()
             names = [path.stem for path in place.glob("*.json")]

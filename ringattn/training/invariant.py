@@ -1,4 +1,4 @@
-"""Layers whose rows have the same bits beside any other rows: for a trainer and a sampler.
+"""Layers that give a row the same bits whatever other rows are computed with it: for a trainer and a sampler.
 
 A BLAS multiplies few rows by other kernels than many, sums of a row are cut in other ways where there are few, and
 functions of single elements are others in the last vector of a tensor on the CPU. So what acts on each row by itself is
