@@ -115,7 +115,8 @@ def decode(
 
     Returns:
         out (batch, new, heads, head_dim_v) in q's dtype, and with ``return_lse`` lse (batch, heads, new): natural
-        logarithm, float32 (float64 for float64 inputs). A row without a sequence has out 0 and lse -inf.
+        logarithm, float32 (float64 for float64 inputs). A row without a sequence has out 0 and lse -inf,
+        or with ``sink`` that logit.
 
     Raises:
         TypeError, ValueError: the value, what was expected and the fix, before anything is written or sent; tensors

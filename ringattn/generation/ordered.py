@@ -69,7 +69,7 @@ def attend(rows: Sequence[OrderedRow | None], q: Tensor, pool: Pool, score: Scor
     tokens, whose keys and values are in the cache; the same on every rank.
 
     Args:
-        rows: of the batch; None where a row has no sequence, whose out is 0 and lse -inf.
+        rows: of the batch; None where a row has no sequence: it sees nothing, or only the sink.
         q: (batch, new, heads, head_dim).
     """
     dtype, dim_v = accumulation_dtype(q), pool.v.shape[-1]
@@ -77,6 +77,7 @@ def attend(rows: Sequence[OrderedRow | None], q: Tensor, pool: Pool, score: Scor
     both[..., dim_v] = float("-inf")
     if score.sink is not None:
         score = replace(score, sink=score.sink.to(dtype))
+        both[..., dim_v] = score.sink
     of_rows = [(i, row) for i, row in enumerate(rows) if row is not None]
     for i, row in of_rows:
         slopes, here = score.alibi_slopes, row.home == row.plan.rank
