@@ -95,7 +95,7 @@ AttentionInterface.register("live_bytes", _attend)
 
 
 def step(
-    make: Callable[[], PreTrainedModel], tokens: int, chunk: int, keep: bool | None | Callable[[PreTrainedModel], None]
+    make: Callable[[], PreTrainedModel], tokens: int, chunk: int, keep: bool | Callable[[PreTrainedModel], None] | None
 ) -> tuple[int, int]:
     """Return the bytes of the parameters of a model in bf16, and the most bytes in one forward and backward.
 

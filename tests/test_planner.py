@@ -96,7 +96,8 @@ def test_what_has_no_room_in_host_memory_stays(mib: int, monkeypatch: pytest.Mon
 
     parameters, most = step(lambda: model_of(shape), tokens, 1 << 15, keep)
     monkeypatch.setattr(one_layer, "memory", lambda row, s: one_layer.Bytes(0, 0))
-    switches = Switches(optimizer="sgd", host_bytes=mib << 20, attention_on_host=True, mlp_chunk=1 << 13, head_groups=2, loss_chunk=1 << 15)
+    parts = dict(mlp_chunk=1 << 13, head_groups=2, loss_chunk=1 << 15)
+    switches = Switches(optimizer="sgd", host_bytes=mib << 20, attention_on_host=True, **parts)
     said = memory.parts(shape, tokens, switches)
     assert sum(said.values()) - said["parameters"] == pytest.approx(most - parameters, rel=0.03), said
 

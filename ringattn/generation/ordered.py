@@ -76,8 +76,9 @@ def attend(rows: Sequence[OrderedRow | None], q: Tensor, pool: Pool, score: Scor
     both = q.new_zeros(*q.shape[:3], dim_v + 1, dtype=dtype)  # out, which float32 holds as it is, and lse
     both[..., dim_v] = float("-inf")
     if score.sink is not None:
-        score = replace(score, sink=score.sink.to(dtype))
-        both[..., dim_v] = score.sink
+        sink = score.sink.to(dtype)
+        score = replace(score, sink=sink)
+        both[..., dim_v] = sink
     of_rows = [(i, row) for i, row in enumerate(rows) if row is not None]
     for i, row in of_rows:
         slopes, here = score.alibi_slopes, row.home == row.plan.rank
