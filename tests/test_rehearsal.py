@@ -112,8 +112,8 @@ def test_a_ring_compiles_in_its_first_step_what_its_backward_launches(
         for keys in chunks:
             kernels.backward(Queries(first.q, out, lse, torch.empty_like(lse)), keys, score, dq, outputs=outputs)
             outputs = None
-    assert [n for n in together if n] == [n for n in first.kernels("backward_d") if n]
-    assert (first.launched("forward"), first.launched("backward_d")) == (2, 2)
+    assert [n for n in together if n] == [n for n in first.kernels("backward_kernel") if n]
+    assert (first.launched("forward"), first.launched("backward_kernel")) == (2, 2)
 
 
 def test_a_forward_alone_compiles_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The backward for Hopper (sm_90): chooses the kernel of a head dim and launches it. Contract and shapes: contract.py.
 
-The kernels: backward_d128.py (head dims 96 and 128; read it first), backward_d64.py (64), backward_d192.py (192 of q
-and k, 128 of v), backward_d256.py (256, pairs of CTAs). What they have in common:
+The kernel (backward_kernel.py) is that of backward_d128.py (head dims 96 and 128; read it first), backward_d64.py (64),
+backward_d192.py (192 of q and k, 128 of v) or backward_d256.py (256, pairs of CTAs). What these have in common:
 
 * ``lse`` and ``delta`` are global, so chunks need no merging. A CTA, or a pair of them, owns a tile of keys of one key
   head and walks the tiles of queries that see it. dk and dv stay in registers and are stored once.
@@ -49,7 +49,8 @@ from ..launch import CLUSTERS, dispatch, on_device
 from ..long_sums import LEAST_HEADS
 from ..triton.begin import Statistics, begin_backward, lse_of_kernels
 from ..triton.rounding import sum_parts
-from . import backward_d64, backward_d128, backward_d192, backward_d256, limits, scores, tile_scheduler
+from . import limits, scores, tile_scheduler
+from .backward_kernel import kernel
 from .backward_pieces import BM
 from .tensor_maps import copied_if_unreadable, readable, view
 from .tile_scheduler import Split
@@ -208,7 +209,7 @@ def launch(
         changes.slopes, work_counter(q.device) if q.shape[-1] in PERSISTENT and not deterministic else None, sums,
     )  # fmt: skip
     # Nothing comes between the two launches, tables least of all: the second one begins before the first one has ended.
-    kernel, grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
+    grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
     if outputs is None:
         _fill(statistics, queries)
     else:
@@ -229,7 +230,7 @@ def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, T
         rows = statistics.lse, statistics.minus_delta
         operands = _Operands(q, k, v, dout, *rows, None, dk, dv)
         changes = scores.Changes.of(score, q)
-        kernel, grid, args, constants = _arguments(operands, keys.block.with_full_tiles, score, changes, split, 0)
+        grid, args, constants = _arguments(operands, keys.block.with_full_tiles, score, changes, split, 0)
         dispatch(kernel, grid, *args, **constants)
     return dk[0], dv[0]
 
@@ -265,13 +266,13 @@ def _empty_gradients(k: Tensor, v: Tensor, split: Split, dtype: torch.dtype) -> 
 
 def _arguments(
     x: _Operands, block: Block, score: Score, changes: scores.Changes, split: Split, epoch: int
-) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return the kernel, its grid, arguments and constants."""
+) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return the grid, arguments and constants of the kernel."""
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
     batch, seq_q, q_heads, dim = q.shape
     kv_heads = v.shape[2]
     info, masks, *first = _tables(x, block, split)
-    rows, ctas = tile_scheduler.queries_per_step(q), tile_scheduler.ctas_per_tile(q)
+    rows = tile_scheduler.queries_per_step(q)
     tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
     fixed = _fixed(q, score)
     order: tuple[Any, ...] = (None, None, None)
@@ -290,36 +291,24 @@ def _arguments(
         x.flags, epoch, x.timed_out, x.turns, x.counters, 0 if x.counters is None else x.counters.shape[1],
         sweep, None if fixed else changes.inner, *alibi,
     )  # fmt: skip
-    constants = dict(BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, REGISTERS=240, num_warps=4, launch_pdl=True)
     statistics = view(x.lse, (1, rows)), view(x.minus_delta, (1, rows)), view(masks, (1, masks.shape[1]))
 
     def box(tensor: Tensor | None, columns: int, height: int = BM.value) -> TensorDescriptor | None:
         return view(tensor, (1, height, 1, columns)) if columns and tensor is not None else None
 
-    grid = (batch * kv_heads * parts * tiles,)
-    if dim == 64:
-        boxes = (box(q, dim, rows), box(dout, dim, rows), box(k, dim), box(v, dim), *statistics, box(dq, dim))
-        if x.counter is not None:
-            grid = (min(tile_scheduler.processors(q), *grid),)
-        return backward_d64.kernel, grid, (*boxes, *numbers, *order, x.counter), dict(FIXED=fixed, **constants)
-    if dim == 192:
-        boxes = (
-            *(box(t, 128) for t in (q, dout, k, v)), *statistics, box(dq, 64), box(q, 64), box(k, 64), box(dq, 32)
-        )  # fmt: skip
-        return backward_d192.kernel, grid, (*boxes, *numbers), dict(FIXED=fixed, **constants)
-    if dim > 128:
-        boxes = (
-            *(box(t, backward_d256.HALF.value) for t in (q, dout, k, v)), *statistics,
-            box(dq, backward_d256.UNIT.value),
-        )  # fmt: skip
-        return backward_d256.kernel, grid, (*boxes, *numbers), dict(cluster=ctas, FIXED=fixed, **constants)
-    whole = 2 ** (dim.bit_length() - 1)  # columns of the first piece of a tile, a power of two
-    rest = dim - whole  # of the second piece: a power of two, or 0
+    # Columns of the first piece of a tile, a power of two, and of the second one, which is smaller, or 0.
+    whole = min(128, 2 ** (dim.bit_length() - 1))
+    rest, rest_v = dim % whole, v.shape[-1] % whole
     boxes = (
-        *(box(t, whole) for t in (q, dout, k, v)), *statistics, box(dq, whole if rest else dim // 2),
-        *(box(t, rest) for t in (q, dout, k, v)), box(dq, rest),
+        box(q, whole, rows), box(dout, whole, rows), box(k, whole), box(v, whole), *statistics, box(dq, 64),
+        box(q, rest, rows), box(dout, rest_v, rows), box(k, rest), box(v, rest_v), box(dq, 32 if rest else 0),
     )  # fmt: skip
-    return backward_d128.kernel, grid, (*boxes, *numbers, *order), dict(FIXED=fixed, **constants)
+    grid = (batch * kv_heads * parts * tiles,)
+    if x.counter is not None:
+        grid = (min(tile_scheduler.processors(q), *grid),)
+    constants = dict(DIM=dim, BATCHED=info.shape[0] > 1, FOLD=fold > 0.0, FIXED=fixed, REGISTERS=240)
+    options = dict(num_warps=4, launch_pdl=True, cluster=tile_scheduler.ctas_per_tile(q))
+    return grid, (*boxes, *numbers, *order, x.counter), constants | options
 
 
 def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
-from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
+from .backward_arguments import Tiles
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
 from .primitives import barrier_arrive, barrier_sync, buffer_of, multiply_pairs
 
@@ -202,14 +202,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
 
 
 @gluon.jit
-def _of_consumers(desc, rest):
-    """Return the descriptors of dQ, one per consumer: of half of its columns, or of a piece of them; () if there is
-    none."""
-    return () if desc is None else (desc, desc if rest is None else rest)
-
-
-@gluon.jit
-def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
+def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
     dtype: gl.constexpr = descs.k[0].dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
@@ -269,49 +262,3 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
             [4, 1],
             [REGISTERS, 24],
         )
-
-
-@gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
-def kernel(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
-    q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc, dq_rest_desc,  # None if the head dim is a power of two
-    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
-    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Compute dk, dv and dq.
-
-    ``heads``: query heads of a CTA; ``parts``: CTAs that share a group. ``turns_ptr``: (batch * kv_heads, tiles)
-    int32, zeros, where parts that add to the same dk, dv count whose turn it is; None if each part has its own.
-    ``last_*``: where the last of these parts stores dk, dv in the dtype of k, v; None if where the others do.
-    ``stride_*`` are those of dk and dv. ``flags_ptr`` or ``counters_ptr`` None: nothing to wait for or to count.
-    ``FIXED``: :attr:`scores.Changes.fixed`, constants that take the place of ``inner``, or None."""
-    _start(
-        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending),
-        Descriptors(
-            q=pieces.pieces_of(q_desc, q_rest_desc),
-            dout=pieces.pieces_of(dout_desc, dout_rest_desc),
-            k=pieces.pieces_of(k_desc, k_rest_desc),
-            v=pieces.pieces_of(v_desc, v_rest_desc),
-            lse=lse_desc,
-            delta=delta_desc,
-            bounds=bounds_desc,
-            positions=positions_desc,
-            dq=_of_consumers(dq_desc, dq_rest_desc),
-            seen=(),
-        ),
-        Score(
-            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
-            None if FOLD else dk_scale, dv_scale,
-        ),
-        Gradients(
-            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
-            counters_ptr, segments,
-        ),
-        Arrival(flags_ptr, epoch, timed_out_ptr),
-        None if sums_ptr is None else Order(ends_ptr, sums_ptr),
-        REGISTERS,
-    )  # fmt: skip

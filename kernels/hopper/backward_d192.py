@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
-from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Score, Tiles
+from .backward_arguments import Tiles
 from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
 from .primitives import (
     barrier_arrive,
@@ -218,7 +218,7 @@ def _staging_matrices(dq_s):
 
 
 @gluon.jit
-def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
+def start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
     dtype: gl.constexpr = descs.k[0].dtype
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
@@ -255,41 +255,3 @@ def _start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],
     )
-
-
-@gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
-def kernel(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, bounds_desc, dq_desc,
-    q_rest_desc, k_rest_desc, dq_rest_desc,  # columns from 128 on
-    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
-    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward_d128.kernel``."""
-    _start(
-        Grid(info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED),
-        Descriptors(
-            q=(q_desc, q_rest_desc),
-            dout=(dout_desc,),
-            k=(k_desc, k_rest_desc),
-            v=(v_desc,),
-            lse=lse_desc,
-            delta=delta_desc,
-            bounds=bounds_desc,
-            positions=positions_desc,
-            dq=(dq_desc, dq_rest_desc),
-            seen=(),
-        ),
-        Score(
-            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
-            None if FOLD else dk_scale, dv_scale,
-        ),
-        Gradients(
-            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
-            counters_ptr, segments,
-        ),
-        Arrival(flags_ptr, epoch, timed_out_ptr),
-        REGISTERS,
-    )  # fmt: skip

@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
-from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score, Tiles
+from .backward_arguments import Tiles
 from .backward_pieces import LOADERS, PAIR, STAGING
 from .backward_programs import allocate_programs, announce, announced, first_program, take
 from .primitives import barrier_arrive, barrier_sync, multiply_pairs, round_pairs, wait_for_launch_before
@@ -336,7 +336,7 @@ def _producer(grid, descs, tiles, arrival, WAIT: gl.constexpr):
 
 
 @gluon.jit
-def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
+def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
     SEVERAL: gl.constexpr = grid.counter_ptr is not None
     EARLY: gl.constexpr = arrival.flags_ptr is None
@@ -392,39 +392,3 @@ def _start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexp
             [4, 1, 1, 1],
             [REGISTERS, 24, 24, 24],
         )
-
-
-@gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
-def kernel(
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc, seen_desc, dq_desc,
-    dk_ptr, dv_ptr, last_dk_ptr, last_dv_ptr, info_ptr, heads, tiles, kv_heads, parts, batches,
-    stride_b, stride_s, stride_h, q_tiles, scale_log2, dk_scale, dv_scale,
-    flags_ptr, epoch, timed_out_ptr, turns_ptr, counters_ptr, segments, sweep,
-    inner, positions_desc, slopes_ptr, slopes_stride, positions_k_ptr,  # None without softcap; without ALiBi
-    ends_ptr, sums_ptr, descending,  # None if dQ may be added in any order
-    counter_ptr,
-    BATCHED: gl.constexpr, FOLD: gl.constexpr, FIXED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Compute dk, dv and dq. Arguments: as of ``backward_d128.kernel``; ``seen_desc``: which queries see each key;
-    ``counter_ptr``: of the next program (work_counter.py), None if a CTA has one."""
-    _start(
-        Grid(
-            info_ptr, heads, tiles, kv_heads, parts, sweep, q_tiles, BATCHED, descending=descending, batches=batches,
-            counter_ptr=counter_ptr,
-        ),
-        Descriptors(
-            (q_desc,), (dout_desc,), (k_desc,), (v_desc,), lse_desc, delta_desc, None, positions_desc, (dq_desc,),
-            (seen_desc,),
-        ),
-        Score(
-            scale_log2, inner if FIXED is None else FIXED, slopes_ptr, slopes_stride, positions_k_ptr,
-            None if FOLD else dk_scale, dv_scale,
-        ),
-        Gradients(
-            (dk_ptr, last_dk_ptr), (dv_ptr, last_dv_ptr), batches, stride_b, stride_s, stride_h, turns_ptr,
-            counters_ptr, segments,
-        ),
-        Arrival(flags_ptr, epoch, timed_out_ptr),
-        None if sums_ptr is None else Order(ends_ptr, sums_ptr),
-        REGISTERS,
-    )  # fmt: skip

@@ -705,8 +705,8 @@ def store_sums(to, sums, scale, buffer, head, gradients, grid, at, keys):
 
 @gluon.jit
 def pieces_of(first, rest):
-    """Return the pieces of the columns of a matrix; ``rest`` is None if there is one."""
-    return (first,) if rest is None else (first, rest)
+    """Return the pieces of the columns of a matrix: () where ``first`` is None, one where ``rest`` is."""
+    return () if first is None else (first,) if rest is None else (first, rest)
 
 
 @gluon.jit
