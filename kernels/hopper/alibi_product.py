@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..contract import Block
+from .primitives import in_place
 from .scores import Changes, relative
 
 LARGEST_STEP = 1 << 16  # times 128 keys it is an int32
@@ -129,11 +130,6 @@ def _taken_off_asm(count):
     )
 
 
-@gluon.constexpr_function
-def _taken_off_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [x for x in "lfrf" for _ in range(count)])
-
-
 @gluon.jit
 def taken_off(s, alibi, column):
     """``IADD, I2F`` for each column and ``FADD, FFMA`` for each number: return scores, not scaled, without what ALiBi
@@ -141,14 +137,14 @@ def taken_off(s, alibi, column):
     rows, _, base, positions_ptr, ratio = alibi[:5]
     COUNT: gl.constexpr = s.shape[1] // 2
     ASM: gl.constexpr = _taken_off_asm(COUNT)
-    CONSTRAINTS: gl.constexpr = _taken_off_constraints(COUNT)
     L: gl.constexpr = s.type.layout
     SHAPE: gl.constexpr = s.shape
     ints = gl.zeros(SHAPE, gl.int32, L)
     floats = gl.zeros(SHAPE, gl.float32, L)
     each, _ = gl.broadcast(rows[:, None], s)
     args = [s, (positions_ptr + column).to(gl.int64) + ints, each, ints + base, floats - ratio]
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.float32, is_pure=True, pack=COUNT)
+    constraints: gl.constexpr = in_place(COUNT, "f", "lfrf")
+    return gl.inline_asm_elementwise(ASM, constraints, args, dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.jit

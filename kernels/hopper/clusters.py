@@ -16,39 +16,30 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .primitives import barrier_sync
+from .primitives import barrier_sync, in_each_thread
 
 _SEARCH = gl.constexpr(15)  # the named barrier of offset_of
-
-
-@gluon.jit
-def _in_warps(ASM: gl.constexpr, warps: gl.constexpr):
-    lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
-    gl.inline_asm_elementwise(ASM, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def fence_barriers():
     """``fence.mbarrier_init.release.cluster``: mbarriers that have been initialized may be used by the other CTA, after
     :func:`cluster_arrive` and :func:`cluster_wait`. By the four warps that initialize them."""
-    ASM: gl.constexpr = "fence.mbarrier_init.release.cluster; mov.b32 $0, $1;"
-    _in_warps(ASM, 4)
+    in_each_thread("fence.mbarrier_init.release.cluster; mov.b32 $0, $1;", "=r,r", (0,), 4)
 
 
 @gluon.jit
 def cluster_arrive(warps: gl.constexpr):
     """``barrier.cluster.arrive``: count these warps of a partition, without waiting. What they have done is done for
     those that wait."""
-    ASM: gl.constexpr = "barrier.cluster.arrive.release.aligned; mov.b32 $0, $1;"
-    _in_warps(ASM, warps)
+    in_each_thread("barrier.cluster.arrive.release.aligned; mov.b32 $0, $1;", "=r,r", (0,), warps)
 
 
 @gluon.jit
 def cluster_wait(warps: gl.constexpr):
     """``barrier.cluster.wait``: wait until all warps of both CTAs have arrived. Once for each time that a warp arrives,
     before it arrives again."""
-    ASM: gl.constexpr = "barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;"
-    _in_warps(ASM, warps)
+    in_each_thread("barrier.cluster.wait.acquire.aligned; mov.b32 $0, $1;", "=r,r", (0,), warps)
 
 
 # Bit n is set if the number is found n steps after the first place. The special register is the size of shared memory.
@@ -78,9 +69,8 @@ def _places(lanes, words, number, FROM: gl.constexpr, STEP: gl.constexpr):
     SIZE: gl.constexpr = words.shape[0]
     words.store(gl.arange(0, SIZE, lanes.type.layout) + number)
     barrier_sync(_SEARCH, 128)
-    constraints: gl.constexpr = "=&r,r,r,r"
     args = [lanes * STEP + FROM, lanes * 0 + number, lanes * 0 + 128 * STEP]
-    found = gl.inline_asm_elementwise(_FIND_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    found = gl.inline_asm_elementwise(_FIND_ASM, "=&r,r,r,r", args, dtype=gl.int32, is_pure=False, pack=1)
     barrier_sync(_SEARCH, 128)
     return found
 
@@ -98,11 +88,7 @@ def offset_of(words, FROM: gl.constexpr, STEP: gl.constexpr):
     found = _places(lanes, words, 0x5EA4C4, FROM, STEP) & _places(lanes, words, 0x2B1D55, FROM, STEP)
     bit = gl.inline_asm_elementwise("bfind.u32 $0, $1;", "=r,r", [found], dtype=gl.int32, is_pure=True, pack=1)
     offset = gl.max(gl.where(found != 0, FROM + (lanes + 128 * bit) * STEP, -1), axis=0)
-    constraints: gl.constexpr = "=r,r"
-    gl.inline_asm_elementwise(
-        "{ .reg .pred none; setp.lt.s32 none, $1, 0; @none trap; mov.b32 $0, 0; }",
-        constraints, [lanes * 0 + offset], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    in_each_thread("{ .reg .pred none; setp.lt.s32 none, $1, 0; @none trap; mov.b32 $0, 0; }", "=r,r", (offset,), 4)
     return offset
 
 
@@ -128,11 +114,7 @@ def send_to_peer(source, target, full, BYTES: gl.constexpr):
         source, target, full: offsets in shared memory, of this CTA and of the other one.
         BYTES: a multiple of 16.
     """
-    ASM: gl.constexpr = _send_asm(BYTES)
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    constraints: gl.constexpr = "=r,r,r,r"
-    args = [lanes + source, lanes + target, lanes + full]
-    gl.inline_asm_elementwise(ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_send_asm(BYTES), "=r,r,r,r", (source, target, full), 1)
 
 
 # --- registers to shared memory of the other CTA --------------------------------------------------------------------
@@ -181,9 +163,9 @@ def send_pairs(x, at, full):
 def receive_pairs(like, at):
     """``LDS.128``: return what the same four warps of the other CTA have sent with :func:`send_pairs`, from a tensor of
     this shape and layout."""
-    constraints: gl.constexpr = "=r,=r,=r,=r,r,r,r,r"
-    args = [_offsets(like, at)]
-    return gl.inline_asm_elementwise(_RECEIVE_PAIRS_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(
+        _RECEIVE_PAIRS_ASM, "=r,=r,=r,=r,r,r,r,r", [_offsets(like, at)], dtype=gl.int32, is_pure=False, pack=4
+    )
 
 
 @gluon.constexpr_function
@@ -204,18 +186,17 @@ def send_rows(x, at, full):
     """``ST.ASYNC``: send a number for each row of the accumulator of a wgmma, (64,) float32, 256 bytes, or for each
     lane of a row, (64, 4), 1 KB. By four warps. ``at, full``: see :func:`send_pairs`."""
     ASM: gl.constexpr = _rows_asm(len(x.shape) == 1, True)
-    constraints: gl.constexpr = "=&r,=&r,r,r,r,r,r,r"
     x = x.to(gl.int32, bitcast=True)
-    gl.inline_asm_elementwise(ASM, constraints, [x, x * 0 + at, x * 0 + full], dtype=gl.int32, is_pure=False, pack=2)
+    args = [x, x * 0 + at, x * 0 + full]
+    gl.inline_asm_elementwise(ASM, "=&r,=&r,r,r,r,r,r,r", args, dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.jit
 def receive_rows(like, at):
     """``LDS.64``: return what the same four warps of the other CTA have sent with :func:`send_rows`."""
     ASM: gl.constexpr = _rows_asm(len(like.shape) == 1, False)
-    constraints: gl.constexpr = "=f,=f,r,r"
     args = [like.to(gl.int32, bitcast=True) * 0 + at]
-    return gl.inline_asm_elementwise(ASM, constraints, args, dtype=gl.float32, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(ASM, "=f,=f,r,r", args, dtype=gl.float32, is_pure=False, pack=2)
 
 
 _SEND_NUMBER_ASM = gl.constexpr(
@@ -227,7 +208,4 @@ _SEND_NUMBER_ASM = gl.constexpr(
 @gluon.jit
 def send_number(x, at, full):
     """``ST.ASYNC`` by one thread of four warps: send an int32. ``at, full``: see :func:`send_pairs`."""
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    constraints: gl.constexpr = "=&r,r,r,r"
-    args = [lanes + x, lanes + at, lanes + full]
-    gl.inline_asm_elementwise(_SEND_NUMBER_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_SEND_NUMBER_ASM, "=&r,r,r,r", (x, at, full), 4)

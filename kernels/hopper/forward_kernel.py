@@ -69,6 +69,7 @@ from .primitives import (
     fence_memory,
     hide_columns,
     keep_alive,
+    round_asm,
     scale_rows,
     wait_row,
 )
@@ -366,27 +367,14 @@ def seen_from_zero(acc, m, l, FINALIZE: gl.constexpr):
 def pack(low, high, dtype: gl.constexpr):
     """Return the float32 numbers of :func:`pairs` as int32 of 16-bit pairs. A loop that carries 16-bit elements holds
     halves of registers and needs a PRMT for each pair before the wgmma."""
-    if dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        x = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    return x
+    return gl.inline_asm_elementwise(round_asm(dtype), "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def unpack(x, dtype: gl.constexpr, layout: gl.constexpr):
-    if dtype == gl.bfloat16:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
-        )
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(dtype.value, dtype.value), is_pure=True, pack=1
+    )
     return gl.convert_layout(gl.reshape(gl.join(low, high), [x.shape[0], x.shape[1] * 2]), layout)
 
 

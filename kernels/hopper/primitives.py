@@ -15,6 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 FREE_BARRIERS = gl.constexpr(5)  # the default partition and up to three workers hold ids below this
 
 
+@gluon.jit
+def in_each_thread(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, numbers, warps: gl.constexpr):
+    """Run assembly in every thread of ``warps`` warps, on ``numbers`` that all threads share: int32 and addresses.
+    Return its int32 output, (32 * warps,)."""
+    zeros = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
+    args = [x + zeros for x in numbers]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.constexpr_function
 def _barrier_asm(op, threads):
     return f"{op} $1, {threads}; mov.u32 $0, $1;"
@@ -23,17 +32,13 @@ def _barrier_asm(op, threads):
 @gluon.jit
 def barrier_sync(bar, threads: gl.constexpr, warps: gl.constexpr = 4):
     """``BAR.SYNC bar, threads``: wait until ``threads`` threads, these ``warps`` among them, reached ``bar``."""
-    ASM: gl.constexpr = _barrier_asm("bar.sync", threads)
-    ids = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0])) + bar
-    gl.inline_asm_elementwise(ASM, "=r,r", [ids], dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_barrier_asm("bar.sync", threads), "=r,r", (bar,), warps)
 
 
 @gluon.jit
 def barrier_arrive(bar, threads: gl.constexpr, warps: gl.constexpr = 4):
     """``BAR.ARV bar, threads``: count these ``warps`` at barrier ``bar`` without waiting."""
-    ASM: gl.constexpr = _barrier_asm("bar.arrive", threads)
-    ids = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0])) + bar
-    gl.inline_asm_elementwise(ASM, "=r,r", [ids], dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_barrier_asm("bar.arrive", threads), "=r,r", (bar,), warps)
 
 
 @gluon.jit
@@ -79,8 +84,10 @@ def _scale_asm(count):
 
 
 @gluon.constexpr_function
-def _scale_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+def in_place(count, kind, others=""):
+    """Return the constraints of assembly that changes ``count`` registers of a ``kind`` where they are, and reads as
+    many of each kind of ``others``."""
+    return ",".join([f"={kind}"] * count + [str(i) for i in range(count)] + [x for x in others for _ in range(count)])
 
 
 @gluon.jit
@@ -88,11 +95,11 @@ def scale_rows(x, factor):
     """``VOTE.ANY; BRA`` over the ``FMUL``: multiply the accumulator of a wgmma by a factor per row; a warp whose
     factors are all 1 skips it."""
     COUNT: gl.constexpr = min(x.shape[1] // 2, 64)  # registers of a thread that one branch skips
-    ASM: gl.constexpr = _scale_asm(COUNT)
-    CONSTRAINTS: gl.constexpr = _scale_constraints(COUNT)
     f = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
     f, x = gl.broadcast(f, x)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, f], dtype=gl.float32, is_pure=True, pack=COUNT)
+    return gl.inline_asm_elementwise(
+        _scale_asm(COUNT), in_place(COUNT, "f", "f"), [x, f], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
 
 
 @gluon.constexpr_function
@@ -115,21 +122,16 @@ def _scale_pairs_asm(count, dtype):
     )
 
 
-@gluon.constexpr_function
-def _scale_pairs_constraints(count):
-    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
 @gluon.jit
 def scale_pairs(x, factor, dtype: gl.constexpr):
     """``VOTE.ANY; BRA``: multiply pairs of 16 bits, (64, n) int32 of the columns of the accumulator of a wgmma, by a
     factor per row, and round; a warp whose factors are all 1 skips it."""
     COUNT: gl.constexpr = x.shape[1] // 2
-    ASM: gl.constexpr = _scale_pairs_asm(COUNT, dtype)
-    CONSTRAINTS: gl.constexpr = _scale_pairs_constraints(COUNT)
     f = gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
     f, x = gl.broadcast(f, x)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, f], dtype=gl.int32, is_pure=True, pack=COUNT)
+    return gl.inline_asm_elementwise(
+        _scale_pairs_asm(COUNT, dtype), in_place(COUNT, "r", "f"), [x, f], dtype=gl.int32, is_pure=True, pack=COUNT
+    )
 
 
 @gluon.constexpr_function
@@ -168,11 +170,6 @@ def _hide_asm(count, hidden, skip):
     )
 
 
-@gluon.constexpr_function
-def _hide_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * (2 * count))
-
-
 @gluon.jit
 def hide_columns(x, start, end, HIDDEN: gl.constexpr = float("-inf"), SKIP: gl.constexpr = True):
     """``R2P`` for seven elements and a ``SEL`` for each: set the accumulator of a wgmma to ``HIDDEN`` outside of the
@@ -181,11 +178,11 @@ def hide_columns(x, start, end, HIDDEN: gl.constexpr = float("-inf"), SKIP: gl.c
     across the label."""
     COUNT: gl.constexpr = x.shape[1] // 2
     ASM: gl.constexpr = _hide_asm(COUNT, HIDDEN, SKIP)
-    CONSTRAINTS: gl.constexpr = _hide_constraints(COUNT)
     L: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     starts, _ = gl.broadcast(gl.convert_layout(start, L)[:, None], x)
     ends, x = gl.broadcast(gl.convert_layout(end, L)[:, None], x)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, starts, ends], dtype=gl.float32, is_pure=True, pack=COUNT)
+    args = [x, starts, ends]
+    return gl.inline_asm_elementwise(ASM, in_place(COUNT, "f", "rr"), args, dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.constexpr_function
@@ -198,8 +195,9 @@ def _exchange_asm(count):
 
 
 @gluon.constexpr_function
-def _exchange_constraints(count):
-    return ",".join(["=&f"] * count + ["f"] * count)
+def apart(count, kind):
+    """Return the constraints of assembly that reads ``count`` registers of a ``kind`` and writes as many others."""
+    return ",".join([f"=&{kind}"] * count + [kind] * count)
 
 
 @gluon.jit
@@ -207,9 +205,9 @@ def exchange_blocks(x):
     """``SEL``: exchange columns c and c ^ 16 of every odd row of the accumulator of a wgmma. Both are in the same
     thread: it has four registers for each eight columns, of two rows that are both odd or both even."""
     COUNT: gl.constexpr = x.shape[1] // 2
-    ASM: gl.constexpr = _exchange_asm(COUNT)
-    CONSTRAINTS: gl.constexpr = _exchange_constraints(COUNT)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x], dtype=gl.float32, is_pure=True, pack=COUNT)
+    return gl.inline_asm_elementwise(
+        _exchange_asm(COUNT), apart(COUNT, "f"), [x], dtype=gl.float32, is_pure=True, pack=COUNT
+    )
 
 
 # Triton 3.8 renamed these.
@@ -233,13 +231,12 @@ def prefetch_bulk(address, BYTES: gl.constexpr):
         address: a pointer; a multiple of 16 bytes.
         BYTES: a multiple of 16.
     """
-    ASM: gl.constexpr = _prefetch_asm(BYTES)
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(ASM, "=r,l", [address + lanes], dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_prefetch_asm(BYTES), "=r,l", (address,), 1)
 
 
 @gluon.constexpr_function
-def _round_asm(dtype):
+def round_asm(dtype):
+    """Return PTX that rounds two float32, of which the first one becomes the lower half of a register."""
     return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
 
 
@@ -253,29 +250,16 @@ def _multiply_asm(dtype):
 
 
 @gluon.jit
-def _in_pairs(ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, args, dtype: gl.constexpr):
-    if dtype == gl.bfloat16:
-        out = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.bfloat16, is_pure=True, pack=2)
-    else:
-        out = gl.inline_asm_elementwise(ASM, CONSTRAINTS, args, dtype=gl.float16, is_pure=True, pack=2)
-    return out
-
-
-@gluon.jit
 def round_pairs(x, dtype: gl.constexpr):
     """``F2FP.PACK_AB``: float32 to 16 bits, two to a register. Where ``x.to(dtype)`` is also used in arithmetic, LLVM
     keeps one to a register (``F2F``)."""
-    ASM: gl.constexpr = _round_asm(dtype)
-    CONSTRAINTS: gl.constexpr = "=r,r,r"
-    return _in_pairs(ASM, CONSTRAINTS, [x], dtype)
+    return gl.inline_asm_elementwise(round_asm(dtype), "=r,r,r", [x], dtype=dtype.value, is_pure=True, pack=2)
 
 
 @gluon.jit
 def multiply_pairs(x, y, dtype: gl.constexpr):
     """``IMAD.U32, LOP3, FMUL, F2FP.PACK_AB``: x of 16 bits, two to a register, times float32 y, rounded to 16 bits."""
-    ASM: gl.constexpr = _multiply_asm(dtype)
-    CONSTRAINTS: gl.constexpr = "=r,r,r,r"
-    return _in_pairs(ASM, CONSTRAINTS, [x, y], dtype)
+    return gl.inline_asm_elementwise(_multiply_asm(dtype), "=r,r,r,r", [x, y], dtype=dtype.value, is_pure=True, pack=2)
 
 
 @gl._core.builtin
@@ -335,9 +319,8 @@ def wait_row(flags_ptr, row, epoch, timed_out_ptr, warps: gl.constexpr):
         timed_out_ptr: int32 in pinned host memory, which outlives the trap.
     """
     lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
-    constraints: gl.constexpr = "=r,l,r,l,r"
     args = [flags_ptr + (lanes + row) * 8, lanes + epoch, timed_out_ptr + lanes, lanes + row + 1]
-    gl.inline_asm_elementwise(_WAIT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(_WAIT_ASM, "=r,l,r,l,r", args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -353,10 +336,7 @@ def raise_counter(counter_ptr, SCOPE: gl.constexpr):
     """``MEMBAR; RED`` by the first lane of a warp, for a partition of one warp: raise the counter by 1. A reader in
     ``SCOPE`` (``"sys"``: copy engines too; ``"gpu"``) that sees the new count sees all stores of the threads that this
     warp has met at a barrier, because a release is cumulative."""
-    ASM: gl.constexpr = _raise_asm(SCOPE)
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    constraints: gl.constexpr = "=r,l"
-    gl.inline_asm_elementwise(ASM, constraints, [counter_ptr + lanes], dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_raise_asm(SCOPE), "=r,l", (counter_ptr,), 1)
 
 
 _WAIT_COUNT_ASM = gl.constexpr("""{
@@ -387,10 +367,7 @@ def wait_count(counter_ptr, count, seen):
     Args:
         seen: what :func:`look_at` has returned, if a fence of these threads came after it; less than ``count`` else.
     """
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    args = [counter_ptr + lanes, lanes + count, lanes + seen]
-    constraints: gl.constexpr = "=r,l,r,r"
-    gl.inline_asm_elementwise(_WAIT_COUNT_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_WAIT_COUNT_ASM, "=r,l,r,r", (counter_ptr, count, seen), 1)
 
 
 @gluon.jit
@@ -398,11 +375,7 @@ def look_at(counter_ptr):
     """``LDG.STRONG.GPU`` by every thread of one warp, (32,) int32: load a counter without waiting for the answer. A
     fence that comes after the answer makes it as good as that of :func:`wait_count` (PTX ISA, "Release and Acquire
     Patterns")."""
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    args = [counter_ptr + lanes]
-    return gl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", args, dtype=gl.int32, is_pure=False, pack=1
-    )
+    return in_each_thread("ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", (counter_ptr,), 1)
 
 
 @gluon.jit
@@ -411,12 +384,11 @@ def raise_when_sent(counter_ptr):
     what it has sent by TMA is in memory, and not only read, as ``tma.store_wait`` does. The first fence orders it
     before the counter: TMA is another proxy. The second one, of every thread, orders what they load afterwards behind
     what they have seen before, too (:func:`look_at`)."""
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
+    in_each_thread(
         "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; "
         "@first red.relaxed.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0; }",
-        "=r,l", [counter_ptr + lanes], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l", (counter_ptr,), 1,
     )  # fmt: skip
 
 
@@ -424,20 +396,14 @@ def raise_when_sent(counter_ptr):
 def fence_async_global():
     """``fence.proxy.async.global`` by every thread of one warp: what it has acquired comes before what TMA does for
     it."""
-    lanes = gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1
-    )
+    in_each_thread("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", (0,), 1)
 
 
 @gluon.jit
 def fence_memory():
     """``MEMBAR.ALL.GPU`` by every thread of four warps: what it has stored comes before what it stores later, and what
     it has read before what it reads later, for all threads of this device."""
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1
-    )
+    in_each_thread("fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", (0,), 4)
 
 
 @gluon.constexpr_function
@@ -465,10 +431,7 @@ def wait_at(at, phase, PAST: gl.constexpr = 0):
         at, PAST: its offset in shared memory, in bytes: their sum.
         phase: 0 or 1.
     """
-    ASM: gl.constexpr = _wait_at_asm(PAST)
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    constraints: gl.constexpr = "=r,r,r"
-    gl.inline_asm_elementwise(ASM, constraints, [lanes + at, lanes + phase], dtype=gl.int32, is_pure=False, pack=1)
+    in_each_thread(_wait_at_asm(PAST), "=r,r,r", (at, phase), 4)
 
 
 _EXPECT_AT_ASM = gl.constexpr(
@@ -481,8 +444,4 @@ _EXPECT_AT_ASM = gl.constexpr(
 @gluon.jit
 def expect_at(at, nbytes):
     """Expect bytes at the mbarrier at this offset, by the first thread of four warps."""
-    lanes = gl.zeros([128], gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    constraints: gl.constexpr = "=r,r,r"
-    gl.inline_asm_elementwise(
-        _EXPECT_AT_ASM, constraints, [lanes + at, lanes + nbytes], dtype=gl.int32, is_pure=False, pack=1
-    )
+    in_each_thread(_EXPECT_AT_ASM, "=r,r,r", (at, nbytes), 4)

@@ -174,17 +174,9 @@ def probabilities(t, scale, offset, dtype: gl.constexpr, ONE: gl.constexpr = 1.0
     """Return p = exp2(t * scale - offset) and p (ONE - t^2), which is p times the derivative of the softcap, both in 16
     bits, two to a register. In one piece of assembly, so that neither is there in 32 bits for a whole tile."""
     ASM: gl.constexpr = _probabilities_asm(dtype, softcap_ptx.immediate(ONE))
-    CONSTRAINTS: gl.constexpr = "=r,=r,r,r,r,r,r,r"
     args = [t, offset, gl.full(t.shape, scale, gl.float32, t.type.layout)]
-    if dtype == gl.bfloat16:
-        p, slope = gl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, args, dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-        )
-    else:
-        p, slope = gl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, args, dtype=(gl.float16, gl.float16), is_pure=True, pack=2
-        )
-    return p, slope
+    constraints: gl.constexpr = "=r,=r,r,r,r,r,r,r"
+    return gl.inline_asm_elementwise(ASM, constraints, args, dtype=(dtype.value, dtype.value), is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 
 from .. import contract
+from .primitives import apart, in_place
 
 # Limits below which tanh(x) / x is a polynomial of x^2, with relative errors of 2e-8 and 7e-8 (minimax). A larger first
 # limit has a larger error, of one sign: lse is off by as much times the score (1e-6 at 0.2 and a softcap of 50).
@@ -164,9 +165,7 @@ def tanh(count, scale, inner, short=True):
 @gluon.constexpr_function
 def tanh_constraints(count):
     """Return the constraints of :func:`tanh`."""
-    if count > 32:
-        return ",".join(["=f"] * count + [str(i) for i in range(count)])
-    return ",".join(["=&f"] * count + ["f"] * count)
+    return in_place(count, "f") if count > 32 else apart(count, "f")
 
 
 @gluon.constexpr_function

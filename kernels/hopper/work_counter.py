@@ -29,9 +29,8 @@ def take_number(counter_ptr, count, WARPS: gl.constexpr = 4):
     Returns int32, one of each thread, whose sum is the number. No thread waits for memory until that sum is computed,
     whereas ``gl.atomic_add`` would stall all of them."""
     thread = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    constraints: gl.constexpr = "=&r,l,r,r"
     args = [counter_ptr + thread * 0, thread, thread * 0 + (count - 1)]
-    return gl.inline_asm_elementwise(_TAKE_ASM, constraints, args, dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(_TAKE_ASM, "=&r,l,r,r", args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 CAPTURED = 1 << 14  # counters of a device for captured launches
