@@ -21,7 +21,7 @@ from play import Play, Ring, Slot, mbarriers
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
-from ringattn.kernels.hopper import backward_d64, backward_pieces, backward_programs, tile_scheduler
+from ringattn.kernels.hopper import backward_d64, backward_pieces, backward_programs, primitives, tile_scheduler
 from ringattn.kernels.hopper.backward_arguments import Arrival, Gradients, Grid, Order, Score, Tiles
 from ringattn.kernels.hopper.backward_programs import Programs
 
@@ -116,7 +116,7 @@ def perform(
     descs = types.SimpleNamespace(
         q=(Desc("q", (1, ROWS, 1, 64)),), dout=(Desc("dout", (1, ROWS, 1, 64)),), k=(Desc("k", (1, 64, 1, 64)),),
         v=(Desc("v", (1, 64, 1, 64)),), lse=Desc("lse", (1, ROWS)), delta=Desc("delta", (1, ROWS)),
-        seen=(Desc("seen", (1, KEYS)),), positions=None,
+        seen=(Desc("seen", (1, KEYS)),), positions=(),
     )  # fmt: skip
 
     def ring(kind: str, count: int) -> Ring:
@@ -164,7 +164,7 @@ def perform(
         play.wait(pending)
         return sums, x
 
-    def scores_to_base_2(s, score, keys, tiles, stage, head, layout, cut):
+    def scores_to_base_2(s, score, keys, tiles, stage, head, cut):
         if cut:
             seen, first_query = tiles.seen
             assert first_query.index(stage).load(None) == [s.queries[1]], "the mask of another step"
@@ -209,12 +209,12 @@ def perform(
         wait_for_launch_before=lambda: None, take_number=lambda *_: next(numbers_left),
         buffer_of=lambda i, n: (i % n, i // n & 1), round_pairs=lambda x, _: x, multiply_pairs=times,
         tma_reduce_add=reduce_add, tma=types.SimpleNamespace(store_wait=play.wait),
-        _bytes=lambda desc: sum(x.block_type.nbytes for x in desc),
+        bytes_of=lambda desc: sum(x.block_type.nbytes for x in desc),
     )  # fmt: skip
     staged, sent_at, q_free, dout_free = (
         getattr(backward_d64, name).value for name in ("DQ_STAGED", "DQ_SENT", "Q_FREE", "DO_FREE")
     )
-    for module in (backward_pieces, backward_programs, backward_d64):
+    for module in (primitives, backward_pieces, backward_programs, backward_d64):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)

@@ -48,8 +48,8 @@ class Descriptors(NamedTuple):
     v: tuple
     lse: Any
     delta: Any
-    bounds: Any  # None if masks are by key
-    positions: Any  # None without ALiBi
+    bounds: tuple  # one; empty if masks are by key
+    positions: tuple  # one; empty without ALiBi
     dq: tuple  # one per consumer, or as the kernel says
     seen: tuple  # which queries see 64 keys, one descriptor; empty unless masks are by key
 
@@ -63,10 +63,10 @@ class Tiles(NamedTuple):
     q: tuple
     dout: tuple
     ds: Any  # of both consumers
-    dq: Any  # staged, one per consumer
+    dq: tuple  # staged, one per consumer, or as the kernel says
     lse: Any  # to the base 2; in two stages, as are delta, bounds and the first query
     delta: Any  # negative
-    bounds: Any  # the first key that a query sees, and the one past the last; () if masks are by key
+    bounds: tuple  # the first key that a query sees, and the one past the last; empty if masks are by key
     positions: tuple  # of the queries, one tensor; empty without ALiBi
     kv_full: Any
     q_full: Any  # of q, lse and positions, and of a cut step bounds or the first query

@@ -40,19 +40,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
-from .backward_arguments import Tiles
-from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
+from .backward_pieces import BM, BN, LOADERS, PAIR, S_L, STAGING
 from .primitives import barrier_arrive, barrier_sync, buffer_of, multiply_pairs
 
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
 
 @gluon.jit
-def _scores(i, k, tiles, S_L: gl.constexpr):
+def _scores(i, k, tiles):
     """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
     stage, phase = buffer_of(i, 2)
     mbarrier.wait(tiles.q_full.index(stage), phase)
-    return pieces.keys_times_queries(k, tiles.q, stage, S_L)
+    return pieces.keys_times_queries(k, tiles.q, stage)
 
 
 @gluon.jit
@@ -85,20 +84,19 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
     """Process one query tile. ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a
     step. ``head``: see :func:`.scores.penalties_of_step`."""
     PIECES: gl.constexpr = len(tiles.k)  # of the columns; a product over them, or into them, is one product for each
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = tiles.k[0].dtype
     HAS_DQ: gl.constexpr = len(tiles.dq) > 0
     stage, phase = buffer_of(i, 2)
     mbarrier.wait(tiles.dout_full.index(stage), phase)
     minus_delta = tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))
-    dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, S_L, minus_delta)
+    dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, minus_delta)
     if score.inner is None:
-        s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+        s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, CUT)
         p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
         p16 = gl.convert_layout(p.to(dtype), A_L)
     else:
-        p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype)
+        p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, CUT, dtype)
         p16 = gl.convert_layout(p16, A_L)
     dv = pieces.accumulate(p16, tiles.dout, stage, dv)
     dp = warpgroup_mma_wait(PIECES, deps=[dp])
@@ -115,14 +113,11 @@ def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, s
         dq = _dq(C, i + DS_STAGES - 1, tiles.k, tiles.ds)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE + stage, LOADERS)
-    s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
+    s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles)
     dk = pieces.accumulate(ds16, tiles.q, stage, dk)
     if HAS_DQ:
         dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
-        if score.dk_scale is not None:
-            dq = dq * score.dk_scale
-        barrier_sync(DQ_SENT + C, STAGING)
-        pieces.stage_dq(tiles.dq[C], dq)
+        pieces.stage(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C)
     else:
         dv, p16 = pieces.wait_sums(2 * PIECES, dv, p16)
         barrier_arrive(DO_FREE + stage, LOADERS)
@@ -154,7 +149,6 @@ def _walk(
 
 @gluon.jit
 def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
     ORDERED: gl.constexpr = grid.descending is not None
     at = pieces.place(grid)
@@ -173,7 +167,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
         barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles)
     s = warpgroup_mma_wait(0, deps=[s])
     last = steps - 1
     s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
@@ -185,12 +179,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
         barrier_arrive(DQ_STAGED + C, STAGING)
         barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
         dq = warpgroup_mma_wait(0, deps=[_dq(C, last, tiles.k, tiles.ds)])
-        if score.dk_scale is not None:
-            dq = dq * score.dk_scale
-        barrier_sync(DQ_SENT + C, STAGING)
-        pieces.stage_dq(tiles.dq[C], dq)
-        fence_async_shared()
-        barrier_arrive(DQ_STAGED + C, STAGING)
+        pieces.send(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
     if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     head = pieces.head_of_gradients(gradients, at)
@@ -204,35 +193,12 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
 @gluon.jit
 def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
-    dtype: gl.constexpr = descs.k[0].dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
-    DS_STAGES: gl.constexpr = 4 if descs.positions is None else 3  # 3 are needed; positions take the place of one
     HAS_DQ: gl.constexpr = len(descs.dq) > 0
-    boxes = Tiles(
-        k=pieces.boxes(descs.k),
-        v=pieces.boxes(descs.v),
-        q=pieces.boxes(descs.q),
-        dout=pieces.boxes(descs.dout),
-        ds=gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BN // 2, BM], DS_L) if HAS_DQ else (),
-        dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[1])) if HAS_DQ else (),
-        lse=pieces.rows(descs.lse),
-        delta=pieces.rows(descs.delta),
-        bounds=pieces.rows(descs.bounds),
-        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
-        kv_full=pieces.barriers(2),
-        q_full=pieces.barriers(2),
-        dout_full=pieces.barriers(2),
-        programs=(),
-        seen=(),
-    )
-    dq = ()
-    if HAS_DQ:
-        dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))  # type: ignore[assignment]
-    tiles = pieces.matrices(boxes, dq)
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.kv_full.index(i), count=1)
-        mbarrier.init(tiles.q_full.index(i), count=1)
-        mbarrier.init(tiles.dout_full.index(i), count=1)
+    # Of the stages of dS three are needed; positions take the place of the fourth.
+    DS_TILES: gl.constexpr = 0 if not HAS_DQ else 8 if len(descs.positions) == 0 else 6
+    boxes = pieces.allocate(descs, descs.dq, DS_TILES)
+    tiles = pieces.matrices(boxes, [pieces.staging_matrix(x) for x in boxes.dq])
+    pieces.initialize(tiles)
     if HAS_DQ:  # consumer 0 and its writer have the first half or the first piece of dQ's columns
         W: gl.constexpr = descs.dq[0].block_type.shape[3]
         gl.warp_specialize(

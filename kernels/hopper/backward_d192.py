@@ -40,8 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
-from .backward_arguments import Tiles
-from .backward_pieces import BM, BN, LOADERS, PAIR, STAGING
+from .backward_pieces import BM, BN, LOADERS, PAIR, S_L, STAGING
 from .primitives import (
     barrier_arrive,
     barrier_sync,
@@ -77,10 +76,10 @@ def _writer(C: gl.constexpr, descs, dq_s, grid, gradients):
 
 
 @gluon.jit
-def _scores(i, k, tiles, S_L: gl.constexpr):
+def _scores(i, k, tiles):
     """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
     mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
-    return pieces.keys_times_queries(k, tiles.q, i & 1, S_L)
+    return pieces.keys_times_queries(k, tiles.q, i & 1)
 
 
 @gluon.jit
@@ -99,23 +98,11 @@ def _dq(C: gl.constexpr, UNIT: gl.constexpr, step, i, k_s, ds_s):
 
 
 @gluon.jit
-def _send(C: gl.constexpr, dq, dq_s, scale):
-    """Stage columns of dQ and tell the writer."""
-    if scale is not None:
-        dq = dq * scale
-    barrier_sync(DQ_SENT + C, STAGING)
-    pieces.stage_dq(dq_s, dq)
-    fence_async_shared()
-    barrier_arrive(DQ_STAGED + C, STAGING)
-
-
-@gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
 ):  # fmt: skip
     """Walk the query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a
     step."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = tiles.k[0].dtype
     DO_STAGES: gl.constexpr = tiles.dout[0].shape[0]
@@ -124,19 +111,19 @@ def _walk(
     for i in range(first, past_step):
         stage = i & 1
         if score.inner is None:
-            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, CUT)
             p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
         else:
             p16, slope16 = pieces.capped_probabilities(
-                s, score, keys, tiles, stage, head, S_L, CUT, dtype, SHORT=False
+                s, score, keys, tiles, stage, head, CUT, dtype, SHORT=False
             )  # fmt: skip
             p16 = gl.convert_layout(p16, A_L)
         do_stage = stage if DO_STAGES == 2 else i >> 30
         mbarrier.wait(tiles.dout_full.index(do_stage), (i >> 1) & 1 if DO_STAGES == 2 else stage)
         if score.inner is None:
             minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
-            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, S_L, minus_delta)
+            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, minus_delta)
             dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
             dp = warpgroup_mma_wait(1, deps=[dp])
             ds = multiply_pairs(gl.convert_layout(p16, S_L), dp, dtype)
@@ -144,7 +131,7 @@ def _walk(
             dv = pieces.accumulate(p16, tiles.dout, do_stage, dv)
             dv, p16 = pieces.wait_sums(0, dv, p16)
             minus_delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_L))
-            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, S_L, minus_delta)
+            dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, do_stage, minus_delta)
             dp = warpgroup_mma_wait(0, deps=[dp])
             ds = multiply_pairs(slope16, dp, dtype)
         barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # there is the other half of the previous dS
@@ -159,12 +146,12 @@ def _walk(
         first_dq = _dq(C, 0, i + 1, i, tiles.k, tiles.ds)
         barrier_arrive(Q_FREE + stage, LOADERS)
         first_dq = warpgroup_mma_wait(0, deps=[first_dq])
-        _send(C, first_dq, tiles.dq[C][0], score.dk_scale)
+        pieces.send(first_dq, tiles.dq[C][0], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
         second_dq = _dq(C, 1, i + 1, i, tiles.k, tiles.ds)
-        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles, S_L)
+        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles)
         second_dq = warpgroup_mma_wait(2, deps=[second_dq])
         barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
-        _send(C, second_dq, tiles.dq[C][1], score.dk_scale)
+        pieces.send(second_dq, tiles.dq[C][1], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
         s = warpgroup_mma_wait(0, deps=[s])
         head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
     return s, dk, dv
@@ -172,7 +159,6 @@ def _walk(
 
 @gluon.jit
 def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     at = pieces.place(grid)
     first = gl.load(at.info)
     past = gl.load(at.info + 1)
@@ -187,7 +173,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles)
     s = warpgroup_mma_wait(0, deps=[s])
     last = steps - 1
     s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads)
@@ -195,7 +181,7 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     barrier_sync(DS_READY + 2 - 2 * C + (last & 1), PAIR)
     for unit in gl.static_range(2):  # of the last step
         dq = warpgroup_mma_wait(0, deps=[_dq(C, unit, last, 0, tiles.k, tiles.ds)])
-        _send(C, dq, tiles.dq[C][unit], score.dk_scale)
+        pieces.send(dq, tiles.dq[C][unit], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
     barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     buffer = tiles.v[0].index(C)  # this consumer's half, which the other one does not read
     pieces.store_sums(gradients.dv, dv, score.dv_scale, (buffer,), head, gradients, grid, at, keys)
@@ -205,11 +191,9 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
 
 
 @gluon.jit
-def _staging(dq_desc, rest_desc):
-    """Return memory for columns of the first piece of dQ, and the same memory for those of the second one."""
-    SHAPE: gl.constexpr = [1, BM, 1, rest_desc.block_type.shape[3]]
-    first = pieces.allocate_staging(dq_desc)
-    return first, reinterpret(first, gl.float32, SHAPE, rest_desc.layout)
+def _both(staging, desc):
+    """Return the memory that columns of the first piece of dQ are staged in, and the same for those of the second."""
+    return staging, reinterpret(staging, desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -220,37 +204,18 @@ def _staging_matrices(dq_s):
 @gluon.jit
 def start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
     """Allocate shared memory and start the warps."""
-    dtype: gl.constexpr = descs.k[0].dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, BM], dtype)
-    boxes = Tiles(
-        k=pieces.boxes(descs.k),
-        v=pieces.boxes(descs.v),
-        q=pieces.boxes(descs.q),
-        dout=pieces.boxes(descs.dout, 2 if descs.positions is None else 1),  # positions take the place of one tile
-        ds=gl.allocate_shared_memory(dtype, [4, BN // 2, BM], DS_L),
-        dq=(_staging(descs.dq[0], descs.dq[1]), _staging(descs.dq[0], descs.dq[1])),
-        lse=pieces.rows(descs.lse),
-        delta=pieces.rows(descs.delta),
-        bounds=pieces.rows(descs.bounds),
-        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
-        kv_full=pieces.barriers(2),
-        q_full=pieces.barriers(2),
-        dout_full=pieces.barriers(2),
-        programs=(),
-        seen=(),
-    )
-    tiles = pieces.matrices(boxes, (_staging_matrices(boxes.dq[0]), _staging_matrices(boxes.dq[1])))
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.kv_full.index(i), count=1)
-        mbarrier.init(tiles.q_full.index(i), count=1)
-        mbarrier.init(tiles.dout_full.index(i), count=1)
+    # Positions take the place of one tile of dO.
+    boxes = pieces.allocate(descs, (descs.dq[0], descs.dq[0]), 4, 2 if len(descs.positions) == 0 else 1)
+    dq_s = [_both(x, descs.dq[1]) for x in boxes.dq]
+    tiles = pieces.matrices(boxes, [_staging_matrices(x) for x in dq_s])
+    pieces.initialize(tiles)
     gl.warp_specialize(
         [
             (_consumer, (0, grid, tiles, score, gradients)),
             (_consumer, (1, grid, tiles, score, gradients)),
             (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
-            (_writer, (0, descs.dq, boxes.dq[0], grid, gradients)),
-            (_writer, (1, descs.dq, boxes.dq[1], grid, gradients)),
+            (_writer, (0, descs.dq, dq_s[0], grid, gradients)),
+            (_writer, (1, descs.dq, dq_s[1], grid, gradients)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, 24, 24, 24],

@@ -48,13 +48,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import backward_pieces as pieces
 from . import scores
 from .backward_arguments import Keys, Tiles
-from .backward_pieces import BM, LOADERS, PAIR, STAGING
+from .backward_pieces import BM, LOADERS, PAIR, S_L, STAGING
 from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, send_to_peer
 from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,
+    barriers,
     reinterpret,
+    tiles_like,
     tma_reduce_add,
 )
 
@@ -164,25 +166,14 @@ def _add_other(C: gl.constexpr, i, k_s, ds_s, arrived, dq):
 
 
 @gluon.jit
-def _stage(C: gl.constexpr, dq, dq_s, scale):
-    if scale is not None:
-        dq = dq * scale
-    barrier_sync(DQ_FREE + C, STAGING)
-    pieces.stage_dq(dq_s, dq)
-    fence_async_shared()
-    barrier_arrive(DQ_STAGED + C, STAGING)
-
-
-@gluon.jit
 def _walk_values(CUT: gl.constexpr, first, past_step, last, rank, s, dv, tiles, arrived, score, keys, heads):
     """Walk the query tiles as consumer 0. ``s`` is complete on entry, and on return that of the next step is."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv[0].type.layout, k_width=2)
     steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
         stage = i & 1
-        p, slope16 = pieces.probabilities(s, score, keys, tiles, stage, head, S_L, CUT, tiles.ds.dtype)
+        p, slope16 = pieces.probabilities(s, score, keys, tiles, stage, head, CUT, tiles.ds.dtype)
         tiles.ds.index(2 + stage).store(slope16)
         barrier_arrive(P_READY, PAIR)
         barrier_arrive(Q_FREE + stage, LOADERS)
@@ -191,14 +182,14 @@ def _walk_values(CUT: gl.constexpr, first, past_step, last, rank, s, dv, tiles, 
         dv = pieces.accumulate(p16, tiles.dout, 0, dv)
         after = gl.minimum(i + 1, last)
         mbarrier.wait(tiles.q_full.index(after & 1), (after >> 1) & 1)
-        s = pieces.keys_times_queries(_tiles(tiles.k[0], i), tiles.q, after & 1, S_L)
+        s = pieces.keys_times_queries(_tiles(tiles.k[0], i), tiles.q, after & 1)
         dv, p16 = pieces.wait_sums(2, dv, p16)
         barrier_arrive(DO_FREE, LOADERS)
         barrier_sync(DS_READY, LOADERS)
         dq = _dq_of_own(0, i, rank, tiles.k[0], tiles.ds)
         dq = _add_other(0, i, tiles.k[0], tiles.ds, arrived, dq)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
-        _stage(0, dq, tiles.dq, score.dk_scale)
+        pieces.send(dq, tiles.dq[0], score.dk_scale, DQ_FREE, DQ_STAGED)
         head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
     return s, dv
 
@@ -207,8 +198,7 @@ def _walk_values(CUT: gl.constexpr, first, past_step, last, rank, s, dv, tiles, 
 def _values(grid, boxes, arrived, score, gradients):
     """Run consumer 0: S, P, dV and the first columns of dQ."""
     cluster_arrive(4)
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
-    tiles = pieces.matrices(boxes, pieces.staging_matrix(boxes.dq))
+    tiles = pieces.matrices(boxes, (pieces.staging_matrix(boxes.dq[0]),))
     at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
     first = gl.load(at.info)
@@ -219,7 +209,7 @@ def _values(grid, boxes, arrived, score, gradients):
     keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
     mbarrier.wait(tiles.kv_full.index(0), 0)
     mbarrier.wait(tiles.q_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(tiles.k[0], 0), tiles.q, 0, S_L)])
+    s = warpgroup_mma_wait(0, deps=[pieces.keys_times_queries(_tiles(tiles.k[0], 0), tiles.q, 0)])
     last = steps - 1
     s, dv = _walk_values(True, 0, cut_steps, last, rank, s, dv, tiles, arrived, score, keys, grid.heads)
     s, dv = _walk_values(False, cut_steps, steps, last, rank, s, dv, tiles, arrived, score, keys, grid.heads)
@@ -238,9 +228,8 @@ def _values(grid, boxes, arrived, score, gradients):
 def _keys(grid, boxes, arrived, score, gradients):
     """Run consumer 1: dP, dS, dK and the last columns of dQ."""
     cluster_arrive(4)
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
-    tiles = pieces.matrices(boxes, pieces.staging_matrix(boxes.dq))
+    tiles = pieces.matrices(boxes, (pieces.staging_matrix(boxes.dq[0]),))
     at = pieces.place(grid)
     rank = gl.program_id(0) % CTAS
     keys = Keys(gl.load(at.info) + rank * KEYS, gl.load(at.info + 1), ())
@@ -250,7 +239,7 @@ def _keys(grid, boxes, arrived, score, gradients):
     mbarrier.wait(tiles.kv_full.index(0), 0)
     mbarrier.wait(tiles.dout_full.index(0), 0)
     minus_delta = tiles.delta.index(0).load(gl.SliceLayout(0, S_L))
-    dp = pieces.keys_times_queries(_tiles(tiles.v[0], 0), tiles.dout, 0, S_L, minus_delta)
+    dp = pieces.keys_times_queries(_tiles(tiles.v[0], 0), tiles.dout, 0, minus_delta)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for i in range(0, steps):
         stage = i & 1
@@ -270,10 +259,10 @@ def _keys(grid, boxes, arrived, score, gradients):
         after = gl.minimum(i + 1, steps - 1)
         mbarrier.wait(tiles.dout_full.index(0), after & 1)
         minus_delta = tiles.delta.index(0).load(gl.SliceLayout(0, S_L))
-        dp = pieces.keys_times_queries(_tiles(tiles.v[0], i), tiles.dout, 0, S_L, minus_delta)
+        dp = pieces.keys_times_queries(_tiles(tiles.v[0], i), tiles.dout, 0, minus_delta)
         dq = _add_other(1, i, tiles.k[0], tiles.ds, arrived, dq)
         dq, dp = warpgroup_mma_wait(0, deps=[dq, dp])
-        _stage(1, dq, tiles.dq, score.dk_scale)
+        pieces.send(dq, tiles.dq[0], score.dk_scale, DQ_FREE + 1, DQ_STAGED + 1)
     if SIGNALS:
         barrier_sync(MAY_STORE, STAGING)
     head = pieces.head_of_gradients(gradients, at)
@@ -293,19 +282,19 @@ def start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
     DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BM], dtype)
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ds_s = gl.allocate_shared_memory(dtype, [4, KEYS, BM], DS_L)  # of the other CTA two, of this one two
-    arrived = pieces.barriers(2)  # dS of the other CTA
-    kv_full, q_full, dout_full = pieces.barriers(1), pieces.barriers(2), pieces.barriers(1)
+    arrived = barriers(2)  # dS of the other CTA
+    kv_full, q_full, dout_full = barriers(1), barriers(2), barriers(1)
     boxes = Tiles(
         k=pieces.boxes(descs.k, 3),  # the columns of this CTA's keys in two tiles, and half of those of the other's
         v=pieces.boxes(descs.v, 2),
         q=pieces.boxes(descs.q),
         dout=pieces.boxes(descs.dout, 1),
         ds=ds_s,
-        dq=pieces.allocate_staging(descs.dq[0]),
-        lse=pieces.rows(descs.lse),
-        delta=pieces.rows(descs.delta, 1),
-        bounds=pieces.rows(descs.bounds),
-        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
+        dq=(pieces.allocate_staging(descs.dq[0]),),
+        lse=tiles_like(descs.lse, 2),
+        delta=tiles_like(descs.delta, 1),
+        bounds=pieces.boxes(descs.bounds),
+        positions=pieces.boxes(descs.positions),
         kv_full=kv_full,
         q_full=q_full,
         dout_full=dout_full,
@@ -326,8 +315,8 @@ def start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
             (_keys, (grid, boxes, arrived, score, gradients)),
             (_producer, (grid, descs, boxes, arrival)),
             (_sender, (grid, ds_at, arrived, arrived_at)),
-            (_writer, (0, descs.dq[0], boxes.dq, grid, gradients)),
-            (_writer, (1, descs.dq[0], boxes.dq, grid, gradients)),
+            (_writer, (0, descs.dq[0], boxes.dq[0], grid, gradients)),
+            (_writer, (1, descs.dq[0], boxes.dq[0], grid, gradients)),
         ],
         [4, 1, 1, 1, 1],
         [REGISTERS, 24, 24, 24, 24],

@@ -51,20 +51,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import backward_pieces as pieces
 from . import scores
-from .backward_arguments import Tiles
 from .backward_pieces import LOADERS, PAIR, STAGING
-from .backward_programs import allocate_programs, announce, announced, first_program, take
+from .backward_programs import announce, announced, first_program, take
 from .primitives import barrier_arrive, barrier_sync, multiply_pairs, round_pairs, wait_for_launch_before
 
 ROWS = gl.constexpr(128)  # queries of a step
 HALF = gl.constexpr(64)  # a consumer's keys, and the queries whose dQ it makes
 ENOUGH_STEPS = gl.constexpr(3)  # of a program, to take the next one in
 LAST_WAVES = gl.constexpr(4)  # programs for each CTA that are taken as late as possible
+S_L = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS.value, 16]))
 DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
 
 @gluon.jit
-def _scores(i, k, tiles, S_L: gl.constexpr):
+def _scores(i, k, tiles):
     """Issue S^T of step i, whose queries are there, unscaled: (64 keys, 128 queries), asynchronous."""
     s = gl.zeros([HALF, ROWS], gl.float32, S_L)
     return warpgroup_mma(k[0], tiles.q[0].index(i & 1).permute((1, 0)), s, use_acc=False, is_async=True)
@@ -97,7 +97,6 @@ def _walk(
         begin: the first step of the program, which does not signal DQ_STAGED, because nothing has been staged; -1: each
             step signals.
         ORDERED: cut tiles of a walk that ends it, and an order of heads, see ``pieces.ordered_visits``."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
     dtype: gl.constexpr = tiles.k[0].dtype
     steps_of_head = (past_step - first) // heads
@@ -109,11 +108,11 @@ def _walk(
         own = pieces.tile_at(tiles.v, C, i)[0]
         dp = warpgroup_mma(own, tiles.dout[0].index(stage).permute((1, 0)), dp, use_acc=False, is_async=True)
         if score.inner is None:
-            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, CUT)
             p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p16 = gl.convert_layout(round_pairs(p, dtype), A_L)
         else:
-            p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype, False)
+            p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, CUT, dtype, False)
             p16 = gl.convert_layout(p16, A_L)
         dv = pieces.accumulate(p16, tiles.dout, stage, dv)
         dp = warpgroup_mma_wait(1, deps=[dp])
@@ -132,13 +131,10 @@ def _walk(
         following = gl.minimum(i + 1, last)
         mbarrier.wait(tiles.q_full.index(following & 1), (following >> 1) & 1)
         # Not tile_at(): with the address computed in each step full masks are up to 1 % slower (docs/lab).
-        s = _scores(following, (tiles.k[0].index(_keys_at(C, n)),), tiles, S_L)
+        s = _scores(following, (tiles.k[0].index(_keys_at(C, n)),), tiles)
         dq = warpgroup_mma_wait(2, deps=[dq])
         barrier_arrive(DS_READY + 2 * C + ((i + n) & 1), PAIR)
-        if score.dk_scale is not None:
-            dq = dq * score.dk_scale
-        barrier_sync(DQ_SENT + C, STAGING)
-        pieces.stage_dq(tiles.dq[C], dq)
+        pieces.stage(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C)
         first_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first_dk,)
         barrier_arrive(Q_FREE + stage, LOADERS)
@@ -150,7 +146,7 @@ def _walk(
 
 
 @gluon.jit
-def _begin(C: gl.constexpr, dtype: gl.constexpr, tiles, S_L: gl.constexpr):
+def _begin(C: gl.constexpr, dtype: gl.constexpr, tiles):
     """Store zeros as the dS of step -1."""
     tiles.ds.index(2 + C).store(gl.zeros([HALF, ROWS], dtype, S_L))
     fence_async_shared()
@@ -167,17 +163,6 @@ def _last_dq(C: gl.constexpr, last, n, tiles):
 
 
 @gluon.jit
-def _stage(C: gl.constexpr, dq, tiles, score):
-    """Let the writer send dQ of the last step."""
-    if score.dk_scale is not None:
-        dq = dq * score.dk_scale
-    barrier_sync(DQ_SENT + C, STAGING)
-    pieces.stage_dq(tiles.dq[C], dq)
-    fence_async_shared()
-    barrier_arrive(DQ_STAGED + C, STAGING)
-
-
-@gluon.jit
 def _store(dk, dv, buffer, gradients, score, grid, at, keys):
     head = pieces.head_of_gradients(gradients, at)
     pieces.store_sums(gradients.dv, dv, score.dv_scale, buffer, head, gradients, grid, at, keys)
@@ -187,7 +172,6 @@ def _store(dk, dv, buffer, gradients, score, grid, at, keys):
 @gluon.jit
 def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
     """Run consumer C of a CTA with one program."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
     ORDERED: gl.constexpr = grid.descending is not None
     at = pieces.place(grid)
@@ -197,11 +181,11 @@ def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
     dk = pieces.zero_sums(tiles.k)
     dv = pieces.zero_sums(tiles.v)
     keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L, C)
-    _begin(C, tiles.k[0].dtype, tiles, S_L)
+    _begin(C, tiles.k[0].dtype, tiles)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
     mbarrier.wait(tiles.q_full.index(0), 0)
-    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles, S_L)
+    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles)
     s = warpgroup_mma_wait(0, deps=[s])
     last = steps - 1
     s, dk, dv = _walk(C, True, 0, cut_steps, -1, last, 0, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
@@ -209,7 +193,7 @@ def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
     if ORDERED:
         s, dk, dv = _walk(C, True, late_steps, steps, -1, last, 0, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
     dq = warpgroup_mma_wait(0, deps=[_last_dq(C, last, 0, tiles)])
-    _stage(C, dq, tiles, score)
+    pieces.send(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
     if SIGNALS:
         barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
     # This consumer's half of V, which the other one does not read
@@ -222,16 +206,15 @@ def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
 def _consumer(C: gl.constexpr, EARLY: gl.constexpr, grid, tiles, score, gradients):
     """Run consumer C. ``EARLY``: the scores of the next program may be waited for before this one is stored; keys that
     arrive during the kernel may be a long time coming."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
-    _begin(C, tiles.k[0].dtype, tiles, S_L)
+    _begin(C, tiles.k[0].dtype, tiles)
     n, i = 0, 0  # programs and steps so far
     program = announced(tiles.programs, 0, 4)
     at, first, past, steps, cut_steps = _description(program, grid)
     if gradients.turns_ptr is None:
-        s = _first_scores(C, True, 0, 0, tiles, S_L)
+        s = _first_scores(C, True, 0, 0, tiles)
     else:  # the first number is from the counter, too, and other CTAs may have taken all
-        s = _first_scores(C, program >= 0, 0, 0, tiles, S_L)
+        s = _first_scores(C, program >= 0, 0, 0, tiles)
     s = warpgroup_mma_wait(0, deps=[s])
     while program >= 0:
         last, full = i + steps - 1, i + cut_steps
@@ -249,18 +232,18 @@ def _consumer(C: gl.constexpr, EARLY: gl.constexpr, grid, tiles, score, gradient
         mbarrier.arrive(tiles.programs.k_free.index(n & 1), count=1)
         barrier_arrive(DS_READY + 2 * C + ((last + n + 1) & 1), PAIR)  # as in one more step
         if EARLY:
-            s = _first_scores(C, program >= 0, last + 1, n + 1, tiles, S_L)
+            s = _first_scores(C, program >= 0, last + 1, n + 1, tiles)
         # This consumer's half of the dS of the step before, which the other one has read
         buffer = (tiles.ds.index(((last + 1) & 1) * 2 + C),)
         if not SIGNALS:  # while dQ of the step before is sent
             _store(dk, dv, buffer, gradients, score, grid, this, keys)
-        _stage(C, dq, tiles, score)
+        pieces.send(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
         if SIGNALS:
             barrier_sync(DQ_SENT + C, STAGING)  # and if the group has several parts, it is this one's turn
             _store(dk, dv, buffer, gradients, score, grid, this, keys)
             barrier_sync(DQ_STAGED + C, STAGING)  # as in _consumer_of_one
         if not EARLY:
-            s = _first_scores(C, program >= 0, last + 1, n + 1, tiles, S_L)
+            s = _first_scores(C, program >= 0, last + 1, n + 1, tiles)
         s = warpgroup_mma_wait(0, deps=[s])
         i = last + 1
         n += 1
@@ -276,13 +259,13 @@ def _description(program, grid):
 
 
 @gluon.jit
-def _first_scores(C: gl.constexpr, some, i, n, tiles, S_L: gl.constexpr):
+def _first_scores(C: gl.constexpr, some, i, n, tiles):
     """Issue S^T of step i, the first one of program n. If there is not ``some`` program, nothing is loaded, and the
     scores are not used."""
     if some:
         mbarrier.wait(tiles.kv_full.index(n & 1), (n >> 1) & 1)
         mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
-    return _scores(i, pieces.tile_at(tiles.k, _keys_at(C, n), i), tiles, S_L)
+    return _scores(i, pieces.tile_at(tiles.k, _keys_at(C, n), i), tiles)
 
 
 @gluon.jit
@@ -340,31 +323,9 @@ def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr
     """Allocate shared memory and start the warps."""
     SEVERAL: gl.constexpr = grid.counter_ptr is not None
     EARLY: gl.constexpr = arrival.flags_ptr is None
-    dtype: gl.constexpr = descs.k[0].dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
-    boxes = Tiles(
-        k=pieces.boxes(descs.k, 4 if SEVERAL else 2),
-        v=pieces.boxes(descs.v),
-        q=pieces.boxes(descs.q),
-        dout=pieces.boxes(descs.dout),
-        ds=gl.allocate_shared_memory(dtype, [4, HALF, ROWS], DS_L),
-        dq=(pieces.allocate_staging(descs.dq[0]), pieces.allocate_staging(descs.dq[0])),
-        lse=pieces.rows(descs.lse),
-        delta=pieces.rows(descs.delta),
-        bounds=(),
-        positions=() if descs.positions is None else (pieces.rows(descs.positions),),
-        kv_full=pieces.barriers(2),
-        q_full=pieces.barriers(2),
-        dout_full=pieces.barriers(2),
-        programs=allocate_programs() if SEVERAL else (),
-        seen=(pieces.rows(descs.seen[0], 4 if SEVERAL else 2), pieces.numbers()),
-    )
-    dq = (pieces.staging_matrix(boxes.dq[0]), pieces.staging_matrix(boxes.dq[1]))
-    tiles = pieces.matrices(boxes, dq)
-    for i in gl.static_range(2):
-        mbarrier.init(tiles.kv_full.index(i), count=1)
-        mbarrier.init(tiles.q_full.index(i), count=1)
-        mbarrier.init(tiles.dout_full.index(i), count=1)
+    boxes = pieces.allocate(descs, (descs.dq[0], descs.dq[0]), 4, SEVERAL=SEVERAL)
+    tiles = pieces.matrices(boxes, [pieces.staging_matrix(x) for x in boxes.dq])
+    pieces.initialize(tiles)
     programs, dq_desc = tiles.programs, descs.dq[0]
     writer_0 = (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, boxes.dq[0], grid, gradients, order, programs)
     writer_1 = (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, boxes.dq[1], grid, gradients, order, programs)

@@ -8,24 +8,35 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import scores
 from .backward_arguments import Keys, Place, Tiles
-from .backward_programs import announced
+from .backward_programs import allocate_programs, announced
 from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,
+    barriers,
     buffer_of,
+    bytes_of,
     exchange_blocks,
     fence_async_global,
     hide_columns,
+    load_pieces,
     look_at,
+    numbers_in_shared_memory,
     raise_counter,
     raise_when_sent,
     reinterpret,
     round_pairs,
+    tiles_like,
     tma_reduce_add,
     wait_count,
     wait_for_launch_before,
@@ -44,21 +55,7 @@ COUNTS = ("heads", "parts")  # kernels are compiled for 1 of them, and not for m
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers
 STAGING = gl.constexpr(160)  # one consumer and its writer
-
-
-@gluon.jit
-def _load_pieces(desc, row, full, tiles, i):
-    """Load rows of one head into tile i of each piece of the columns."""
-    async_load(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
-    if len(desc) == 2:
-        FIRST: gl.constexpr = desc[0].block_type.shape[3]
-        async_load(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
-
-
-@gluon.constexpr_function
-def _bytes(desc):
-    """Return the bytes of one tile: of all pieces of its columns."""
-    return sum(piece.block_type.nbytes for piece in desc)
+S_L = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM.value, 16]))
 
 
 @gluon.jit
@@ -331,7 +328,7 @@ def _send_dq(
 @gluon.jit
 def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.constexpr):
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
-    BYTES: gl.constexpr = _bytes(descs.k) + _bytes(descs.v) + _bytes(descs.seen)
+    BYTES: gl.constexpr = bytes_of(descs.k) + bytes_of(descs.v) + bytes_of(descs.seen)
     KEY_TILES: gl.constexpr = tiles.kv_full.shape[0]
     at = place(grid)
     first = gl.load(at.info)
@@ -340,9 +337,9 @@ def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.co
     for c in gl.static_range(KEY_TILES):
         full = tiles.kv_full.index(c)
         mbarrier.expect(full, BYTES)
-        _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
+        load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
         _load_seen(descs, tiles, full, grid, at, c, c)
-        _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
+        load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
     load_queries(grid, at, visits, descs, tiles, q_free, dout_free)
 
 
@@ -357,18 +354,18 @@ def _load_seen(descs, tiles, full, grid, at, half, i):
 @gluon.jit
 def load_k(descs, tiles, full, grid, at, first, i):
     """Load the keys of a program, those from ``first`` on, into tiles i and i + 1 of 64 of them."""
-    mbarrier.expect(full, 2 * (_bytes(descs.k) + _bytes(descs.seen)))
+    mbarrier.expect(full, 2 * (bytes_of(descs.k) + bytes_of(descs.seen)))
     for c in gl.static_range(2):
-        _load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, i + c)
+        load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, i + c)
         _load_seen(descs, tiles, full, grid, at, c, i + c)
 
 
 @gluon.jit
 def load_v(descs, tiles, full, at, first):
     """Load the values of a program, into tiles 0 and 1."""
-    mbarrier.expect(full, 2 * _bytes(descs.v))
+    mbarrier.expect(full, 2 * bytes_of(descs.v))
     for c in gl.static_range(2):
-        _load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
+        load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
 
 
 @gluon.jit
@@ -439,8 +436,7 @@ def _row(j, head, grid, at):
 def load_q(i, j, head, cut_steps, late_steps, stage, grid, at, descs, tiles):
     """Load Q and lse of step i of a program, with ALiBi the positions, and what :func:`hide` reads of a cut tile."""
     ROWS: gl.constexpr = descs.lse.block_type.shape[1]
-    BYTES: gl.constexpr = _bytes(descs.q) + descs.lse.block_type.nbytes
-    POSITIONS: gl.constexpr = 0 if descs.positions is None else descs.positions.block_type.nbytes
+    BYTES: gl.constexpr = bytes_of(descs.q) + bytes_of(descs.positions) + descs.lse.block_type.nbytes
     bounds_row = 0
     if grid.BATCHED:
         bounds_row = at.batch * grid.q_tiles
@@ -452,16 +448,16 @@ def load_q(i, j, head, cut_steps, late_steps, stage, grid, at, descs, tiles):
         if cut:
             first_query = gl.full([1], j * ROWS, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
             tiles.seen[1].index(stage).store(first_query)
-        mbarrier.expect(full, BYTES + POSITIONS)
+        mbarrier.expect(full, BYTES)
     elif cut:
-        mbarrier.expect(full, BYTES + POSITIONS + descs.bounds.block_type.nbytes)
-        async_load(descs.bounds, [bounds_row + j, 0], full, tiles.bounds.index(stage))
+        mbarrier.expect(full, BYTES + bytes_of(descs.bounds))
+        async_load(descs.bounds[0], [bounds_row + j, 0], full, tiles.bounds[0].index(stage))
     else:
-        mbarrier.expect(full, BYTES + POSITIONS)
-    _load_pieces(descs.q, [at.batch, j * ROWS, head], full, tiles.q, stage)
+        mbarrier.expect(full, BYTES)
+    load_pieces(descs.q, [at.batch, j * ROWS, head], full, tiles.q, stage)
     async_load(descs.lse, [_row(j, head, grid, at), 0], full, tiles.lse.index(stage))
-    if descs.positions is not None:
-        async_load(descs.positions, [j, 0], full, tiles.positions[0].index(stage))
+    if len(descs.positions) > 0:
+        async_load(descs.positions[0], [j, 0], full, tiles.positions[0].index(stage))
 
 
 @gluon.jit
@@ -469,8 +465,8 @@ def load_dout(j, head, stage, grid, at, descs, tiles):
     """Load dO and delta of a step."""
     ROWS: gl.constexpr = descs.lse.block_type.shape[1]
     full = tiles.dout_full.index(stage)
-    mbarrier.expect(full, _bytes(descs.dout) + descs.delta.block_type.nbytes)
-    _load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, stage)
+    mbarrier.expect(full, bytes_of(descs.dout) + descs.delta.block_type.nbytes)
+    load_pieces(descs.dout, [at.batch, j * ROWS, head], full, tiles.dout, stage)
     async_load(descs.delta, [_row(j, head, grid, at), 0], full, tiles.delta.index(stage))
 
 
@@ -484,9 +480,10 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr, whi
 
 
 @gluon.jit
-def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float("-inf"), SKIP: gl.constexpr = True):
+def hide(s, tiles, stage, keys, HIDDEN: gl.constexpr = float("-inf"), SKIP: gl.constexpr = True):
     """Return s, whose rows are keys, with ``HIDDEN`` where a query of this stage does not see the key: by the interval
     of keys that each query sees, or of queries that see each key. ``SKIP``: see :func:`.primitives.hide_columns`."""
+    S_L: gl.constexpr = s.type.layout
     if len(tiles.seen) > 0:
         seen, first_query = tiles.seen
         first = gl.sum(first_query.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
@@ -494,8 +491,8 @@ def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float(
         end = seen.index(2 * keys.which + 1).load(gl.SliceLayout(1, S_L))
         s = hide_columns(s, begin - first, end - first, HIDDEN, SKIP)
     else:
-        from_key = tiles.bounds.index(2 * stage).load(gl.SliceLayout(0, S_L))
-        to_key = gl.minimum(tiles.bounds.index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), keys.past)
+        from_key = tiles.bounds[0].index(2 * stage).load(gl.SliceLayout(0, S_L))
+        to_key = gl.minimum(tiles.bounds[0].index(2 * stage + 1).load(gl.SliceLayout(0, S_L)), keys.past)
         key = gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)) + keys.first
         visible = (key[:, None] >= from_key[None, :]) & (key[:, None] < to_key[None, :])
         s = gl.where(visible, s, HIDDEN)
@@ -503,17 +500,18 @@ def hide(s, tiles, stage, keys, S_L: gl.constexpr, HIDDEN: gl.constexpr = float(
 
 
 @gluon.jit
-def scores_to_base_2(s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl.constexpr):
+def scores_to_base_2(s, score, keys, tiles, stage, head, CUT: gl.constexpr):
     """Return scores without softcap to the base 2. Only those of plain products may be hidden before they are scaled,
     which is faster: by a negative scale -inf would become +inf. ``head``: see :func:`.scores.penalties_of_step`."""
+    S_L: gl.constexpr = s.type.layout
     PLAIN: gl.constexpr = len(keys.alibi) == 0
     if CUT and PLAIN:
-        s = hide(s, tiles, stage, keys, S_L, float("-inf"), False)
+        s = hide(s, tiles, stage, keys, float("-inf"), False)
     s = s * score.scale
     if not PLAIN:
         s = s - scores.penalties_of_step(keys.alibi, head, stage, S_L)
     if CUT and not PLAIN:
-        s = hide(s, tiles, stage, keys, S_L, float("-inf"), False)
+        s = hide(s, tiles, stage, keys, float("-inf"), False)
     return s
 
 
@@ -524,12 +522,13 @@ HIDDEN_AND_FINITE = gl.constexpr(-1024.0)
 
 @gluon.jit
 def capped_probabilities(
-    s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl.constexpr, dtype: gl.constexpr,
-    FUSED: gl.constexpr = True, SHORT: gl.constexpr = True,
+    s, score, keys, tiles, stage, head, CUT: gl.constexpr, dtype: gl.constexpr, FUSED: gl.constexpr = True,
+    SHORT: gl.constexpr = True,
 ):  # fmt: skip
     """Return P of scores with softcap, and P times the derivative of the softcap, both in 16 bits. ``FUSED``: fewer
     registers, except at head dim 64, where tiles are twice as wide. ``SHORT``: also by the short polynomial, if
     scale and inner are not constants."""
+    S_L: gl.constexpr = s.type.layout
     ONE: gl.constexpr = scores.square_of_scale(score.inner)
     if scores.is_fixed(score.inner) and FUSED and not CUT:
         offset = tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]
@@ -539,7 +538,7 @@ def capped_probabilities(
             t = scores.scaled_and_capped(s, score.inner)
             unit = 1.0
             if CUT and not FUSED:
-                t = hide(t, tiles, stage, keys, S_L, HIDDEN_AND_FINITE)
+                t = hide(t, tiles, stage, keys, HIDDEN_AND_FINITE)
         else:
             t = scores.capped(s, score.inner, SHORT)
             unit = score.scale
@@ -548,14 +547,14 @@ def capped_probabilities(
             if len(keys.alibi) > 0:
                 offset = offset + scores.penalties_of_step(keys.alibi, head, stage, S_L)
             if CUT:
-                offset = hide(offset, tiles, stage, keys, S_L, float("inf"))
+                offset = hide(offset, tiles, stage, keys, float("inf"))
             p, slope = scores.probabilities(t, unit, offset, dtype, ONE)
         else:
             s = t * unit
             if len(keys.alibi) > 0:
                 s = s - scores.penalties_of_step(keys.alibi, head, stage, S_L)
             if CUT and not scores.is_fixed(score.inner):
-                s = hide(s, tiles, stage, keys, S_L)
+                s = hide(s, tiles, stage, keys)
             p32 = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
             p = round_pairs(p32, dtype)
             slope = round_pairs(p32 * gl.fma(-t, t, ONE), dtype)
@@ -563,14 +562,14 @@ def capped_probabilities(
 
 
 @gluon.jit
-def probabilities(s, score, keys, tiles, stage, head, S_L: gl.constexpr, CUT: gl.constexpr, dtype: gl.constexpr):
+def probabilities(s, score, keys, tiles, stage, head, CUT: gl.constexpr, dtype: gl.constexpr):
     """Return P in 16 bits, and what dP is multiplied by to be dS: P, times the derivative of the softcap."""
     if score.inner is None:
-        s = scores_to_base_2(s, score, keys, tiles, stage, head, S_L, CUT)
+        s = scores_to_base_2(s, score, keys, tiles, stage, head, CUT)
         p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :]).to(dtype)
         slope = p
     else:
-        p, slope = capped_probabilities(s, score, keys, tiles, stage, head, S_L, CUT, dtype)
+        p, slope = capped_probabilities(s, score, keys, tiles, stage, head, CUT, dtype)
     return p, slope
 
 
@@ -579,11 +578,11 @@ def tile_at(tiles, which, i):
     """Return tile ``which`` of each piece, its address computed again in step i. ``i >> 30`` is 0, but ptxas does not
     know: it would move descriptors of tiles that stay in shared memory out of the loop, and run out of registers."""
     late = which + (i >> 30)
-    return (tiles[0].index(late),) if len(tiles) == 1 else (tiles[0].index(late), tiles[1].index(late))
+    return [tile.index(late) for tile in tiles]
 
 
 @gluon.jit
-def keys_times_queries(a, b, stage, S_L: gl.constexpr, minus=None):
+def keys_times_queries(a, b, stage, minus=None):
     """Issue the products of the keys (left operands, piece by piece of the columns) and the queries' tile in ``stage``,
     asynchronous, added to ``minus``, a number for each query."""
     ADDS: gl.constexpr = minus is not None
@@ -630,7 +629,7 @@ def _sums(D: gl.constexpr):
 @gluon.jit
 def zero_sums(tiles):
     """Return sums of zero with the columns of these tiles."""
-    return (_sums(tiles[0].shape[2]),) if len(tiles) == 1 else (_sums(tiles[0].shape[2]), _sums(tiles[1].shape[2]))
+    return [_sums(tile.shape[2]) for tile in tiles]
 
 
 @gluon.jit
@@ -710,33 +709,45 @@ def pieces_of(first, rest):
 
 
 @gluon.jit
-def _boxes(desc, COUNT: gl.constexpr):
-    SHAPE: gl.constexpr = [COUNT, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+def allocate(descs, dq_descs, DS_TILES: gl.constexpr, DOUT: gl.constexpr = 2, SEVERAL: gl.constexpr = False):
+    """Allocate shared memory for tiles as TMA moves them, and mbarriers: two of each, but ``DS_TILES`` halves of dS,
+    ``DOUT`` tiles of dO, and a tile of dQ for each of ``dq_descs``. ``SEVERAL``: a CTA has several programs."""
+    dtype: gl.constexpr = descs.k[0].dtype
+    ROWS: gl.constexpr = descs.lse.block_type.shape[1]
+    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN // 2, ROWS], dtype)
+    KEY_TILES: gl.constexpr = 4 if SEVERAL else 2
+    return Tiles(
+        k=boxes(descs.k, KEY_TILES),
+        v=boxes(descs.v),
+        q=boxes(descs.q),
+        dout=boxes(descs.dout, DOUT),
+        ds=gl.allocate_shared_memory(dtype, [DS_TILES, BN // 2, ROWS], DS_L) if DS_TILES > 0 else (),
+        dq=[allocate_staging(desc) for desc in dq_descs],
+        lse=tiles_like(descs.lse, 2),
+        delta=tiles_like(descs.delta, 2),
+        bounds=boxes(descs.bounds),
+        positions=boxes(descs.positions),
+        kv_full=barriers(2),
+        q_full=barriers(2),
+        dout_full=barriers(2),
+        programs=allocate_programs() if SEVERAL else (),
+        seen=() if len(descs.seen) == 0 else (tiles_like(descs.seen[0], KEY_TILES), numbers_in_shared_memory(2)),
+    )
+
+
+@gluon.jit
+def initialize(tiles):
+    """Initialize the mbarriers of :func:`allocate`."""
+    for i in gl.static_range(2):
+        mbarrier.init(tiles.kv_full.index(i), count=1)
+        mbarrier.init(tiles.q_full.index(i), count=1)
+        mbarrier.init(tiles.dout_full.index(i), count=1)
 
 
 @gluon.jit
 def boxes(descs, COUNT: gl.constexpr = 2):
-    """Allocate shared memory for ``COUNT`` boxes of each piece of the columns."""
-    return (_boxes(descs[0], COUNT),) if len(descs) == 1 else (_boxes(descs[0], COUNT), _boxes(descs[1], COUNT))
-
-
-@gluon.jit
-def rows(desc, COUNT: gl.constexpr = 2):
-    """Allocate shared memory for ``COUNT`` rows of numbers, one or two for each query or key."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, desc.block_type.shape[1]], desc.layout)
-
-
-@gluon.jit
-def numbers(COUNT: gl.constexpr = 2):
-    """Allocate shared memory for ``COUNT`` numbers."""
-    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr = 2):
-    """Allocate mbarriers."""
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    """Allocate shared memory for ``COUNT`` boxes of each descriptor."""
+    return [tiles_like(desc, COUNT) for desc in descs]
 
 
 @gluon.jit
@@ -749,7 +760,7 @@ def _without_ones(tiles):
 @gluon.jit
 def _matrices(tiles):
     """Return each piece of the columns as (tiles, rows, columns)."""
-    return (_without_ones(tiles[0]),) if len(tiles) == 1 else (_without_ones(tiles[0]), _without_ones(tiles[1]))
+    return [_without_ones(piece) for piece in tiles]
 
 
 @gluon.jit
@@ -763,11 +774,8 @@ def _vectors(x, WIDTH: gl.constexpr):
 def matrices(tiles, dq):
     """Return the tiles as consumers use them: matrices for products, rows of one number per query, and ``dq``."""
     ROWS: gl.constexpr = tiles.lse.shape[2]
-    bounds, seen = tiles.bounds, tiles.seen
-    if len(tiles.seen) == 0:
-        bounds = _vectors(tiles.bounds, ROWS)
-    else:
-        seen = _vectors(tiles.seen[0], BN // 2), tiles.seen[1]
+    bounds = [_vectors(x, ROWS) for x in tiles.bounds]
+    seen = () if len(tiles.seen) == 0 else (_vectors(tiles.seen[0], BN // 2), tiles.seen[1])
     return Tiles(
         k=_matrices(tiles.k),
         v=_matrices(tiles.v),
@@ -777,7 +785,7 @@ def matrices(tiles, dq):
         dq=dq,
         lse=_vectors(tiles.lse, ROWS),
         delta=_vectors(tiles.delta, ROWS),
-        positions=() if len(tiles.positions) == 0 else (_vectors(tiles.positions[0], ROWS),),
+        positions=[_vectors(x, ROWS) for x in tiles.positions],
         bounds=bounds,
         seen=seen,
         kv_full=tiles.kv_full,
@@ -790,7 +798,7 @@ def matrices(tiles, dq):
 @gluon.jit
 def allocate_staging(desc):
     """Allocate shared memory for one tile of dQ, from which TMA adds it to global memory."""
-    return gl.allocate_shared_memory(gl.float32, [1, BM, 1, desc.block_type.shape[3]], desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.constexpr_function
@@ -818,3 +826,20 @@ def stage_dq(dq_s, dq):
     """Store a tile of dQ for TMA without bank conflicts. Half a warp stores 32 bytes of each of four rows at a time;
     with TMA's swizzle alone two neighbouring rows would use the same banks."""
     dq_s.store(exchange_blocks(dq))
+
+
+@gluon.jit
+def stage(dq, dq_s, scale, sent):
+    """Store a tile of dQ, times ``scale`` if it is not None, when its writer has sent the one before (a barrier)."""
+    if scale is not None:
+        dq = dq * scale
+    barrier_sync(sent, STAGING)
+    stage_dq(dq_s, dq)
+
+
+@gluon.jit
+def send(dq, dq_s, scale, sent, staged):
+    """Do so, and tell the writer, at barrier ``staged``."""
+    stage(dq, dq_s, scale, sent)
+    fence_async_shared()
+    barrier_arrive(staged, STAGING)

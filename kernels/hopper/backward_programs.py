@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .primitives import barriers, numbers_in_shared_memory
 from .work_counter import take_number
 
 SLOTS = gl.constexpr(4)  # numbers in shared memory, see announce()
@@ -34,7 +35,7 @@ class Programs(NamedTuple):
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    bars = barriers(COUNT)
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
     return bars
@@ -43,8 +44,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def allocate_programs():
     """Allocate shared memory for the :class:`Programs` of a CTA."""
-    numbers = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Programs(numbers, _barriers(SLOTS, 1), _barriers(2, 2), _barriers(1, 1))
+    return Programs(numbers_in_shared_memory(SLOTS), _barriers(SLOTS, 1), _barriers(2, 2), _barriers(1, 1))
 
 
 @gluon.jit

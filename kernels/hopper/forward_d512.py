@@ -89,11 +89,14 @@ from .primitives import (
     async_load,
     barrier_arrive,
     barrier_sync,
+    barriers,
     expect_at,
     keep_alive,
+    numbers_in_shared_memory,
     reinterpret,
     scale_pairs,
     scale_rows,
+    tiles_like,
     wait_at,
 )
 from .scores import exponentials_of_capped, pairs
@@ -638,26 +641,22 @@ def _allocate(q_desc, k_desc):
     """Allocate shared memory, initialize the barriers, and find what the other CTA writes to."""
     dtype: gl.constexpr = q_desc.dtype
     ROW_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(dtype, [CONSUMERS * UNITS, 1, ROWS, 1, COLUMNS], q_desc.layout)
-    units = gl.allocate_shared_memory(dtype, [UNITS, 1, KEYS, 1, COLUMNS], k_desc.layout)
+    q, units = tiles_like(q_desc, CONSUMERS * UNITS), tiles_like(k_desc, UNITS)
     messages = gl.allocate_shared_memory(dtype, [BOXES, 16, 64], gl.NVMMASharedLayout(128, 16, 2))
-    info = gl.allocate_shared_memory(gl.int32, [SLOTS, INFO], ROW_L)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    info_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    info = numbers_in_shared_memory(SLOTS, INFO)
+    q_full, q_free, info_full, waited = barriers(CONSUMERS), barriers(CONSUMERS), barriers(SLOTS), barriers(BARRIERS)
     messages_at = offset_of(reinterpret(messages.index(0), gl.int32, [512], ROW_L), 0, 1024)
-    barriers_at = offset_of(reinterpret(barriers, gl.int32, [2 * BARRIERS], ROW_L), BARRIERS_FROM, 16)
+    barriers_at = offset_of(reinterpret(waited, gl.int32, [2 * BARRIERS], ROW_L), BARRIERS_FROM, 16)
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_free.index(c), count=1)
     for i in gl.static_range(SLOTS):
         mbarrier.init(info_full.index(i), count=1)
     for i in gl.static_range(BARRIERS):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(waited.index(i), count=1)
     fence_barriers()
     numbers = reinterpret(messages.index(BOXES - 1), gl.int32, [512, 1], ROW_L)
-    return Shared(q, units, info, numbers, q_full, q_free, info_full, barriers, messages_at, barriers_at)
+    return Shared(q, units, info, numbers, q_full, q_free, info_full, waited, messages_at, barriers_at)
 
 
 @gluon.jit

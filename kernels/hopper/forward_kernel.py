@@ -65,12 +65,17 @@ from .primitives import (
     async_store,
     barrier_arrive,
     barrier_sync,
+    barriers,
     buffer_of,
+    bytes_of,
     fence_memory,
     hide_columns,
     keep_alive,
+    load_pieces,
+    numbers_in_shared_memory,
     round_asm,
     scale_rows,
+    tiles_like,
     wait_row,
 )
 from .scores import capped, exponentials_of_capped, middle, pairs, penalties, relative, scaled_and_capped
@@ -657,15 +662,8 @@ def _numbered_piece(taken, total, division, work, BN: gl.constexpr, SKIP_EMPTY: 
 @gluon.jit
 def _load_pieces(desc, tiles, full, batch, row, head, i):
     """Load rows of one head into tile i of each piece."""
-    PIECES: gl.constexpr = len(desc)
-    if PIECES == 1:
-        mbarrier.expect(full.index(i), desc[0].block_type.nbytes)
-    else:
-        mbarrier.expect(full.index(i), desc[0].block_type.nbytes + desc[1].block_type.nbytes)
-    async_load(desc[0], [batch, row, head, 0], full.index(i), tiles[0].index(i))
-    if PIECES == 2:
-        FIRST: gl.constexpr = tiles[0].shape[4]
-        async_load(desc[1], [batch, row, head, FIRST], full.index(i), tiles[1].index(i))
+    mbarrier.expect(full.index(i), bytes_of(desc))
+    load_pieces(desc, [batch, row, head], full.index(i), tiles, i)
 
 
 @gluon.jit
@@ -811,8 +809,7 @@ def _keys(tiles, i):
 
 @gluon.jit
 def _q_pieces(q_s, i):
-    PIECES: gl.constexpr = len(q_s)
-    return (matrix_of(q_s[0], i),) if PIECES == 1 else (matrix_of(q_s[0], i), matrix_of(q_s[1], i))
+    return [matrix_of(piece, i) for piece in q_s]
 
 
 @gluon.jit
@@ -1209,13 +1206,6 @@ def _consumer(C: gl.constexpr, rows, shared, sizes, score, division, options):
 
 
 @gluon.jit
-def _tiles(desc, count: gl.constexpr):
-    """Allocate shared memory for ``count`` boxes of a descriptor."""
-    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], 1, desc.block_type.shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
-
-
-@gluon.jit
 def _start(
     inputs, work, arrival, rows, shared, sizes, score, division, options, BN: gl.constexpr, REGISTERS: gl.constexpr
 ):  # fmt: skip
@@ -1253,17 +1243,6 @@ def _start(
         )
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-
-
-@gluon.jit
-def _numbers(COUNT: gl.constexpr):
-    """Allocate shared memory for descriptions of query tiles."""
-    return gl.allocate_shared_memory(gl.int32, [COUNT, INFO], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
 _NUMBERS = (
     "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
     "epoch", "slopes_stride", "undivided", "parts", "all_parts",
@@ -1291,16 +1270,16 @@ def kernel(
     """Compute out and lse of one chunk of keys, or the state (m, l, o)."""
     WHOLE: gl.constexpr = q_rest_desc is None
     Q: gl.constexpr = Q_BUFFERS * N
-    q_s = (_tiles(q_desc, Q),) if WHOLE else (_tiles(q_desc, Q), _tiles(q_rest_desc, Q))
-    k_s = (_tiles(k_desc, STAGES),) if WHOLE else (_tiles(k_desc, STAGES), _tiles(k_rest_desc, STAGES))
-    v_s = _tiles(v_desc, STAGES)
-    o_s = _tiles(out_desc, N)
-    info_s = _numbers(SLOTS)
-    q_full = _barriers(Q)
-    q_free = _barriers(Q)
-    k_full = _barriers(STAGES)
-    v_full = _barriers(STAGES)
-    info_full = _barriers(SLOTS)
+    q_s = (tiles_like(q_desc, Q),) if WHOLE else (tiles_like(q_desc, Q), tiles_like(q_rest_desc, Q))
+    k_s = (tiles_like(k_desc, STAGES),) if WHOLE else (tiles_like(k_desc, STAGES), tiles_like(k_rest_desc, STAGES))
+    v_s = tiles_like(v_desc, STAGES)
+    o_s = tiles_like(out_desc, N)
+    info_s = numbers_in_shared_memory(SLOTS, INFO)
+    q_full = barriers(Q)
+    q_free = barriers(Q)
+    k_full = barriers(STAGES)
+    v_full = barriers(STAGES)
+    info_full = barriers(SLOTS)
     for c in gl.static_range(Q):
         mbarrier.init(q_full.index(c), count=1)
         mbarrier.init(q_free.index(c), count=1)
@@ -1317,7 +1296,7 @@ def kernel(
     )
     division = ()
     if sums_ptr is not None:
-        division = Parts(_numbers(SLOTS), undivided, parts, all_parts, sums_ptr, counter_ptr)  # type: ignore[assignment]
+        division = Parts(numbers_in_shared_memory(SLOTS, INFO), undivided, parts, all_parts, sums_ptr, counter_ptr)  # type: ignore[assignment]
     even = () if firsts_ptr is None else (firsts_ptr, alibi_product.columns_in_shared_memory(BN))
     alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, even)
     rows = Rows(

@@ -10,7 +10,7 @@ thread arrives for all.
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 FREE_BARRIERS = gl.constexpr(5)  # the default partition and up to three workers hold ids below this
 
@@ -48,11 +48,27 @@ def keep_alive(x):
     gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _shape_of_boxes(desc, count):
+    return [count, *desc.block_type.shape]
+
+
 @gluon.jit
 def tiles_like(desc, count: gl.constexpr):
     """Allocate shared memory for ``count`` boxes of a descriptor."""
-    SHAPE: gl.constexpr = [count, 1, desc.block_type.shape[1], desc.block_type.shape[2]]
-    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, _shape_of_boxes(desc, count), desc.layout)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """Allocate mbarriers."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def numbers_in_shared_memory(COUNT: gl.constexpr, EACH: gl.constexpr = 1):
+    """Allocate shared memory for ``COUNT`` times ``EACH`` int32 numbers."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, EACH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -213,6 +229,22 @@ def exchange_blocks(x):
 # Triton 3.8 renamed these.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.constexpr_function
+def bytes_of(descs):
+    """Return the bytes of a box of all of these descriptors."""
+    return sum(desc.block_type.nbytes for desc in descs)
+
+
+@gluon.jit
+def load_pieces(desc, row, full, tiles, i):
+    """Load rows of one head, (batch, first row, head), into tile i of each piece of the columns, of which there are one
+    or two."""
+    async_load(desc[0], [row[0], row[1], row[2], 0], full, tiles[0].index(i))
+    if len(desc) == 2:
+        FIRST: gl.constexpr = desc[0].block_type.shape[3]
+        async_load(desc[1], [row[0], row[1], row[2], FIRST], full, tiles[1].index(i))
 
 
 @gluon.constexpr_function
