@@ -597,7 +597,7 @@ UNEQUAL = functools.partial(documents, lengths=(300, 2500, 700, 5200, 150, 1100,
 
 def last_program_ends(q, k, block, split, order):
     """Return when, and the mean of the processors, in steps, with 3 for prologue and epilogue."""
-    sizes = tile_scheduler.keys_per_tile(q), tile_scheduler.queries_per_step(q)
+    sizes = tile_scheduler.KEYS, tile_scheduler.queries_per_step(q)
     info, _ = tile_scheduler.key_tile_table(block, *sizes, torch.device("cpu"), run=order.run)
     rows, tiles, workers = len(q) * k.shape[2] * split.parts, info.shape[1], 132 // tile_scheduler.ctas_per_tile(q)
     assert rows % order.sweep == 0
@@ -625,7 +625,7 @@ def test_processors_end_together_where_lengths_of_documents_differ(dim, heads, k
     assert end < 1.06 * mean
     usual = tile_scheduler.Order(
         tile_scheduler.sweep(
-            batch * kv_heads, tile_scheduler.tiles_of_head(block, tile_scheduler.keys_per_tile(q)), 132, split.parts
+            batch * kv_heads, tile_scheduler.tiles_of_head(block, tile_scheduler.KEYS), 132, split.parts
         )
     )
     assert last_program_ends(q, k, block, split, usual)[0] > end + 0.02 * mean
@@ -698,7 +698,7 @@ def test_parts_of_unequal_documents_are_compiled_ahead_and_fit_into_memory(monke
             assert split.parts * kv_heads * seq <= 132 * tile_scheduler.MOST_APART * tile_scheduler.keys_per_cta(q)
         else:
             assert split.parts == 1 or group // split.parts >= 2
-        tiles = block.key_tiles(tile_scheduler.queries_per_step(q), tile_scheduler.keys_per_tile(q))
+        tiles = block.key_tiles(tile_scheduler.queries_per_step(q), tile_scheduler.KEYS)
         unequal = tile_scheduler.heads_of_longest(tiles, 132 // tile_scheduler.ctas_per_tile(q)) > 0.0
         if unequal and ranks > 1 and split.parts > 2 and group // split.parts >= 2:
             assert not split.apart  # gradients leave when they are complete

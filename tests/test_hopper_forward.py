@@ -55,7 +55,7 @@ from ringattn.kernels import contract
 from ringattn.kernels.backends import BACKENDS, choose
 from ringattn.kernels.contract import Block, Keys, OwnKeys, ReadyFlags, Score
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import forward_kernel, primitives, tile_scheduler
+from ringattn.kernels.hopper import forward_d256, primitives, tile_scheduler
 from ringattn.kernels.hopper import work_counter as work_counters
 from ringattn.kernels.hopper.work_counter import work_counter
 from ringattn.memo import Memo
@@ -986,19 +986,19 @@ def test_spans_of_consumers(monkeypatch, mask, differ, segments):
     rows, span = block.query_tiles(192, size)
     start, end = block.start[0].tolist(), block.end[0].tolist()
     numbers = start + end
-    monkeypatch.setattr(forward_kernel.gl, "load", lambda at, mask, other: numbers[at] if mask else other)
-    monkeypatch.setattr(forward_kernel.gl, "minimum", min)
-    monkeypatch.setattr(forward_kernel.gl, "maximum", max)
-    monkeypatch.setattr(forward_kernel, "number_of", lambda info, i: info[i])
-    monkeypatch.setattr(forward_kernel, "ROWS", 64)
+    monkeypatch.setattr(forward_d256.gl, "load", lambda at, mask, other: numbers[at] if mask else other)
+    monkeypatch.setattr(forward_d256.gl, "minimum", min)
+    monkeypatch.setattr(forward_d256.gl, "maximum", max)
+    monkeypatch.setattr(forward_d256, "number_of", lambda info, i: info[i])
+    monkeypatch.setattr(forward_d256, "ROWS", 64)
     tensors, sizes = types.SimpleNamespace(start_ptr=0, end_ptr=seq), types.SimpleNamespace(batch_stride=0)
     left_out = 0
     for (first_row, past_row), (begin, _, _, stop) in zip(rows.tolist(), span[0].tolist(), strict=True):
         last = max(stop, begin + size) - size
         slot = types.SimpleNamespace(load=lambda _, info=(first_row, past_row, *[0] * 6): info)
         for c in range(3):
-            outer = forward_kernel._outer_rows.fn(slot, c, tensors, sizes, True)
-            first, past, full_begin, full_end = forward_kernel._own_span.fn(outer, last, begin, size)
+            outer = forward_d256._outer_rows.fn(slot, c, tensors, sizes, True)
+            first, past, full_begin, full_end = forward_d256._own_span.fn(outer, last, begin, size)
             assert begin <= first < past <= last + size
             assert first <= full_begin <= full_end <= past
             assert all(x % size == 0 for x in (first, full_begin, full_end, past))

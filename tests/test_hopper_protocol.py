@@ -20,8 +20,8 @@ from play import Play, Ring, Slot, mbarriers
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.contract import Block
-from ringattn.kernels.hopper import forward_kernel
-from ringattn.kernels.hopper.forward_kernel import Arrival, Inputs, Options, Rows, Score, Shared, Sizes, Work
+from ringattn.kernels.hopper import forward_d256
+from ringattn.kernels.hopper.forward_d256 import Arrival, Inputs, Options, Rows, Score, Shared, Sizes, Work
 
 ROWS, STAGES, Q_BUFFERS = 64, 2, 2
 NO_LAYOUT = types.SimpleNamespace(layout=None)
@@ -63,14 +63,14 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
     mbarrier = types.SimpleNamespace(
         wait=lambda bar, phase: bar.wait(phase), arrive=lambda bar, count: bar.arrive(), expect=lambda *_: None
     )
-    for name, value in list(vars(forward_kernel).items()):
+    for name, value in list(vars(forward_d256).items()):
         if isinstance(value, JITFunction):
-            monkeypatch.setattr(forward_kernel, name, value.fn)
+            monkeypatch.setattr(forward_d256, name, value.fn)
     for name, value in dict(
         gl=gl, mbarrier=mbarrier, barrier_sync=play.barrier_sync, FREE_BARRIERS=5, SLOTS=4, ROWS=ROWS, INFO=8,
         INFO_LAYOUT=None, number_of=lambda info, i: info[i], buffer_of=lambda i, n: (i % n, i // n & 1),
     ).items():  # fmt: skip
-        monkeypatch.setattr(forward_kernel, name, value)
+        monkeypatch.setattr(forward_d256, name, value)
 
     def scores(q, _, stage, layout):
         query, key = play.read(("q", q), ("k", stage))
@@ -107,7 +107,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         tma=types.SimpleNamespace(store_wait=lambda _: None),
         alibi_product=types.SimpleNamespace(is_product=lambda _: False),
     ).items():  # fmt: skip
-        monkeypatch.setattr(forward_kernel, name, value)
+        monkeypatch.setattr(forward_d256, name, value)
 
     def load_pieces(desc, tiles, full, batch, row, head, i):
         play.copy(desc, i, (batch, row, head) if desc == "q" else (batch, head, row), full.index(i))
@@ -120,7 +120,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         take_number=lambda *_: next(taken), tile_info=lambda _, w: infos[w],
         _load_pieces=load_pieces, _load_values=load_values,
     ).items():  # fmt: skip
-        monkeypatch.setattr(forward_kernel, name, value)
+        monkeypatch.setattr(forward_d256, name, value)
 
     tile = types.SimpleNamespace(shape=[STAGES, 1, size, 1, 64], dtype=None)
     q_full, q_free, k_full, v_full, info_full = (
@@ -137,8 +137,8 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
     )  # fmt: skip
     consume = rows, shared, sizes, Score(1.0, None, ()), (), options
     workers = {
-        "producer": functools.partial(forward_kernel._producer, inputs, work, (), arrival, shared, options, size),
-        **{f"consumer {c}": functools.partial(forward_kernel._consumer, c, *consume) for c in range(consumers)},
+        "producer": functools.partial(forward_d256._producer, inputs, work, (), arrival, shared, options, size),
+        **{f"consumer {c}": functools.partial(forward_d256._consumer, c, *consume) for c in range(consumers)},
     }
     play.perform(workers)
     return stored, infos, block

@@ -53,7 +53,7 @@ from . import limits, scores, tile_scheduler
 from .backward_kernel import kernel
 from .backward_pieces import BM
 from .tensor_maps import copied_if_unreadable, readable, view
-from .tile_scheduler import Split
+from .tile_scheduler import KEYS, Split
 from .work_counter import work_counter
 
 __all__ = [
@@ -141,10 +141,7 @@ def completion_counts(q: Tensor, keys: Keys) -> CompletionCounts | None:
         return None
 
     def count() -> CompletionCounts:
-        tiles, ctas = (
-            tile_scheduler.tiles_of_groups(block, tile_scheduler.keys_per_tile(q)),
-            tile_scheduler.ctas_per_tile(q),
-        )
+        tiles, ctas = tile_scheduler.tiles_of_groups(block, KEYS), tile_scheduler.ctas_per_tile(q)
         rows = max(1, tile_scheduler.order_of_programs(q, k, v, block, split).sweep // split.parts)
         # Both consumers of the last part's CTAs count.
         return CompletionCounts(rows, tuple(2 * ctas * rows * n for n in tiles), block.groups_k)
@@ -180,11 +177,11 @@ class _Operands(NamedTuple):
 
 
 def launch(
-    queries: Queries, keys: Keys, score: Score, dq: Tensor, split: Split, delivery: Delivery
+    queries: Queries, keys: Keys, score: Score, dq: Tensor | None, split: Split, delivery: Delivery
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels and return dk and dv, (parts or 1, batch, seq_k, kv_heads, head_dim): one of each per part of
-    a group if the parts are apart; or ``into``, unchanged in shape. They are float32, or have the dtype of k and v if
-    ``delivery.complete`` and the parts are not apart."""
+    """Launch the kernels, for dk and dv alone if ``dq`` is None. Return these, (parts or 1, batch, seq_k, kv_heads,
+    head_dim): one of each per part of a group if the parts are apart; or ``into``, unchanged in shape. They are
+    float32, or have the dtype of k and v if ``delivery.complete`` and the parts are not apart."""
     k, v, block, flagged = keys
     deterministic, into, counters, outputs, complete = delivery
     q, dout, k, v = copied_if_unreadable(queries.q, queries.dout, k, v, arriving=flagged is not None)
@@ -198,47 +195,42 @@ def launch(
         flags, timed_out, epoch = flagged.flags, flagged.timed_out, int32(flagged.epoch)
     turns = None
     if split.parts > 1 and not split.apart:
-        tiles = tile_scheduler.tiles_of_head(block, tile_scheduler.keys_per_tile(q))
+        tiles = tile_scheduler.tiles_of_head(block, KEYS)
         turns = torch.zeros(q.shape[0] * k.shape[2], tiles, dtype=torch.int32, device=q.device)
     changes = scores.Changes.of(score, q)
-    statistics = _empty_statistics(q, score)
-    rows = statistics.lse
-    sums = torch.zeros(len(rows), 2, dtype=torch.int32, device=q.device) if deterministic else None
+    fold = _folded_scale(q, score, changes)
+    statistics = _empty_statistics(q, fold)
+    rows, sums = statistics.lse, None
+    if deterministic and dq is not None:
+        sums = torch.zeros(len(rows), 2, dtype=torch.int32, device=q.device)
     operands = _Operands(
         q, k, v, dout, rows, statistics.minus_delta, dq, dk, dv, *last, flags, timed_out, turns, counters,
         changes.slopes, work_counter(q.device) if q.shape[-1] in PERSISTENT and not deterministic else None, sums,
     )  # fmt: skip
     # Nothing comes between the two launches, tables least of all: the second one begins before the first one has ended.
-    grid, args, constants = _arguments(operands, block, score, changes, split, epoch)
-    if outputs is None:
+    grid, args, constants = _arguments(operands, block, score.softmax_scale, fold, changes, split, epoch)
+    if outputs is None or dq is None:
         _fill(statistics, queries)
     else:
         begin_backward(queries._replace(dout=dout), outputs, dq, statistics)
-    dispatch(kernel, grid, *args, variants=lambda: _variants(operands, complete), **constants)
+    variants = None if dq is None else lambda: _variants(operands, complete)
+    dispatch(kernel, grid, *args, variants=variants, **constants)
     return (dk, dv) if last[0] is None else last  # type: ignore[return-value]
 
 
 def key_gradients(queries: Queries, keys: Keys, score: Score) -> tuple[Tensor, Tensor]:
     """Return dk and dv of an ordered block, float32, see :meth:`..backends.Backend.key_gradients`. Head dims of
     :data:`KEYS_ALONE`, plain scores."""
-    q, dout, k, v = copied_if_unreadable(queries.q, queries.dout, keys.k, keys.v)
-    with on_device(q):
-        split = Split(1)  # parts that add to the same sums, or are summed later, depend on how many keys there are
-        dk, dv = _empty_gradients(k, v, split, torch.float32)
-        statistics = _empty_statistics(q, score)
-        _fill(statistics, queries)
-        rows = statistics.lse, statistics.minus_delta
-        operands = _Operands(q, k, v, dout, *rows, None, dk, dv)
-        changes = scores.Changes.of(score, q)
-        grid, args, constants = _arguments(operands, keys.block.with_full_tiles, score, changes, split, 0)
-        dispatch(kernel, grid, *args, **constants)
+    keys = keys._replace(block=keys.block.with_full_tiles)
+    with on_device(queries.q):
+        # Not in parts: those that add to the same sums, or are summed later, depend on how many keys there are.
+        dk, dv = launch(queries, keys, score, None, Split(1), Delivery(True))
     return dk[0], dv[0]
 
 
-def _empty_statistics(q: Tensor, score: Score) -> Statistics:
-    """Return memory for the statistics of whole tiles of queries."""
+def _empty_statistics(q: Tensor, fold: float) -> Statistics:
+    """Return memory for the statistics of whole tiles of queries; ``fold``: see :func:`_folded_scale`."""
     height = tile_scheduler.queries_per_step(q)
-    fold = _folded_scale(q, score)
     rows = q.shape[0] * q.shape[2] * -(-q.shape[1] // height)
     padded, negated = torch.empty(2, rows, height, dtype=torch.float32, device=q.device).unbind()
     return Statistics(padded, negated, math.log2(fold) if fold else 0.0)
@@ -265,7 +257,7 @@ def _empty_gradients(k: Tensor, v: Tensor, split: Split, dtype: torch.dtype) -> 
 
 
 def _arguments(
-    x: _Operands, block: Block, score: Score, changes: scores.Changes, split: Split, epoch: int
+    x: _Operands, block: Block, scale: float, fold: float, changes: scores.Changes, split: Split, epoch: int
 ) -> tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
     """Return the grid, arguments and constants of the kernel."""
     q, k, v, dout, dq, dk = x.q, x.k, x.v, x.dout, x.dq, x.dk
@@ -273,8 +265,7 @@ def _arguments(
     kv_heads = v.shape[2]
     info, masks, *first = _tables(x, block, split)
     rows = tile_scheduler.queries_per_step(q)
-    tiles, parts, scale, fold = info.shape[1], split.parts, score.softmax_scale, _folded_scale(q, score)
-    fixed = _fixed(q, score)
+    tiles, parts, fixed = info.shape[1], split.parts, _fixed(q, scale, changes)
     order: tuple[Any, ...] = (None, None, None)
     if not x.ordered:
         sweep = tile_scheduler.order_of_programs(q, k, v, block, split).sweep
@@ -283,7 +274,7 @@ def _arguments(
         order = (None, None, 0) if dq is None else (*first, x.sums, descending)
     alibi: tuple[Any, ...] = (None, None, None, None)
     if x.slopes is not None:
-        of_queries, of_keys = _positions(q, block)
+        of_queries, of_keys = scores.padded_positions(block, rows, KEYS, q.device)
         alibi = view(of_queries, (1, rows)), x.slopes, changes.slopes_stride, of_keys
     numbers = (
         dk, x.dv, x.last_dk, x.last_dv, info, q_heads // kv_heads // parts, tiles, kv_heads, parts, batch,
@@ -337,7 +328,7 @@ def _variants(x: _Operands, complete: bool) -> list[dict[str, Any]]:
 
 
 def _tables(x: _Operands, block: Block, split: Split) -> tuple[Tensor, ...]:
-    sizes = tile_scheduler.keys_per_tile(x.q), tile_scheduler.queries_per_step(x.q)
+    sizes = KEYS, tile_scheduler.queries_per_step(x.q)
     by_key = x.q.shape[-1] in MASKS_BY_KEY
     if x.ordered:
         return tile_scheduler.ordered_key_tile_table(block, *sizes, x.q.device, by_key)
@@ -345,23 +336,17 @@ def _tables(x: _Operands, block: Block, split: Split) -> tuple[Tensor, ...]:
     return tile_scheduler.key_tile_table(block, *sizes, x.q.device, by_key, run)
 
 
-def _positions(q: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries and keys, padded to whole tiles and one more."""
-    return scores.padded_positions(block, tile_scheduler.queries_per_step(q), tile_scheduler.keys_per_tile(q), q.device)
-
-
-def _fixed(q: Tensor, score: Score) -> tuple[float, float] | None:
+def _fixed(q: Tensor, softmax_scale: float, changes: scores.Changes) -> tuple[float, float] | None:
     """Return :attr:`scores.Changes.fixed` if P can carry a factor."""
-    can = q.dtype == torch.bfloat16 and score.softmax_scale > 0.0
-    return scores.Changes.of(score, q).fixed if can else None
+    return changes.fixed if q.dtype == torch.bfloat16 and softmax_scale > 0.0 else None
 
 
-def _folded_scale(q: Tensor, score: Score) -> float:
+def _folded_scale(q: Tensor, score: Score, changes: scores.Changes) -> float:
     """Return the factor that P carries, so that dS needs none, or 0: the exponent of bfloat16 has room for it. It is
     ``softmax_scale`` over what the derivative of the softcap is times (:func:`scores.square_of_scale`)."""
     if q.dtype != torch.bfloat16 or score.softmax_scale <= 0.0:
         return 0.0
-    fixed = _fixed(q, score)
+    fixed = _fixed(q, score.softmax_scale, changes)
     return score.softmax_scale / (fixed[0] ** 2 if fixed else 1.0)
 
 

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from . import backward_d64, backward_d128, backward_d192, backward_d256
 from . import backward_pieces as pieces
 from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score
+from .primitives import pieces_of
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)
@@ -40,15 +41,15 @@ def kernel(
             batches if DIM == 64 else None, counter_ptr,
         ),
         Descriptors(
-            q=pieces.pieces_of(q_desc, q_desc if DIM == 256 else q_rest_desc),  # two tiles of columns, one descriptor
-            dout=pieces.pieces_of(dout_desc, dout_desc if DIM == 256 else dout_rest_desc),
-            k=pieces.pieces_of(k_desc, k_rest_desc),
-            v=pieces.pieces_of(v_desc, v_rest_desc),
+            q=pieces_of(q_desc, q_desc if DIM == 256 else q_rest_desc),  # two tiles of columns, one descriptor
+            dout=pieces_of(dout_desc, dout_desc if DIM == 256 else dout_rest_desc),
+            k=pieces_of(k_desc, k_rest_desc),
+            v=pieces_of(v_desc, v_rest_desc),
             lse=lse_desc,
             delta=delta_desc,
             bounds=() if DIM == 64 else (masks_desc,),
-            positions=pieces.pieces_of(positions_desc, None),
-            dq=pieces.pieces_of(dq_desc, dq_desc if DIM == 128 else dq_rest_desc),
+            positions=pieces_of(positions_desc, None),
+            dq=pieces_of(dq_desc, dq_desc if DIM == 128 else dq_rest_desc),
             seen=(masks_desc,) if DIM == 64 else (),
         ),
         Score(

@@ -703,12 +703,6 @@ def store_sums(to, sums, scale, buffer, head, gradients, grid, at, keys):
 
 
 @gluon.jit
-def pieces_of(first, rest):
-    """Return the pieces of the columns of a matrix: () where ``first`` is None, one where ``rest`` is."""
-    return () if first is None else (first,) if rest is None else (first, rest)
-
-
-@gluon.jit
 def allocate(descs, dq_descs, DS_TILES: gl.constexpr, DOUT: gl.constexpr = 2, SEVERAL: gl.constexpr = False):
     """Allocate shared memory for tiles as TMA moves them, and mbarriers: two of each, but ``DS_TILES`` halves of dS,
     ``DOUT`` tiles of dO, and a tile of dQ for each of ``dq_descs``. ``SEVERAL``: a CTA has several programs."""

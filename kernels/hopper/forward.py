@@ -1,8 +1,8 @@
 """The forward for Hopper (sm_90): chooses the kernel of the head dims, plans its work and launches it. Contract and
 shapes: contract.py.
 
-The kernels: forward_kernel.py (head dims up to 256; read it first) and forward_d512.py (pairs of CTAs). Both take query
-tiles from one table, in the order of :func:`head_sweeps`.
+The kernel (forward_kernel.py) is that of forward_d256.py (head dims up to 256; read it first) or forward_d512.py (pairs
+of CTAs). Both take query tiles from one table, in the order of :func:`head_sweeps`.
 
 * Consumers that share keys wait for the same things at the same time. At head dim 64, where queries see few keys
   (:data:`NARROW`: narrow windows, short documents), that takes longer than the products do. There a CTA has one
@@ -27,8 +27,9 @@ from ...partial import Partial
 from .. import rehearsal
 from ..contract import PERIOD, Block, Keys, Result, Score, int32
 from ..launch import CLUSTERS, dispatch, on_device
-from . import alibi_product, forward_d512, forward_kernel, limits
-from .forward_kernel import COUNTERS_AT, ROWS
+from . import alibi_product, forward_d512, limits
+from .forward_d256 import COUNTERS_AT, ROWS
+from .forward_kernel import kernel
 from .scores import Changes, padded_positions
 from .tensor_maps import copied_if_unreadable, view
 from .tile_scheduler import heads_of_longest, mean_keys, processors
@@ -81,7 +82,7 @@ CONFIGS = {  # by the head dims of q, k and of v
     (192, 128): Config(consumers=2, block_n=128, stages=2, registers=240, q_buffers=1, staged=False),
     (256, 256): Config(consumers=2, block_n=64, stages=2, registers=240, q_buffers=1, staged=False),
     (512, 512): Config(
-        consumers=2, block_n=forward_d512.STEP.value, stages=1, registers=240, ctas=2, worth_dividing=1.0
+        consumers=2, block_n=128, stages=1, registers=240, q_buffers=1, staged=False, worth_dividing=1.0, ctas=2
     ),
 }
 # Instead of those where a query sees at most MOST_KEYS keys in the mean.
@@ -163,7 +164,6 @@ def _run(x: _Operands, score: Score, config: Config, rehearses: bool) -> None:
     changes = Changes.of(score, q)
     with on_device(q):
         counter, division, sums = _divided(q, v, block, config)
-        kernel = forward_kernel.kernel if config.ctas == 1 else forward_d512.kernel
         grid, args, constants = _launch(x, changes, config, counter, division, sums)
         dispatch(
             kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter),
@@ -204,73 +204,60 @@ def _launch(
     m_in, l_in, o_in = state or (lse, lse, lse)
     period = block.period // config.block_n
     aside = lse.new_empty(workers * config.ctas, config.block_m, width) if period else lse
-    boxes, own = _boxes_of_pairs(x) if config.ctas == 2 else _boxes(x, config, width)
+    boxes, own = _boxes(x, config, width)
     args = (
         *boxes, out, lse, l,
         m_in, l_in, o_in, aside, lse if sink is None else sink,
         start, end, start.stride(0) if start.shape[0] > 1 else 0,
         table, table.stride(0) if table.shape[0] > 1 else 0, counter,
-        *(() if config.ctas == 2 else (None,) * 4 if division is None else (*division, sums)),
+        *((None,) * 4 if division is None else (*division, sums)),
         seq_q, q_heads, q_heads // k.shape[2], n_tiles, n_heads,
         *head_sweeps(n_tiles, n_heads, workers, longest, arriving=ready is not None), changes.scale,
         *((None, None, None) if ready is None else (ready.flags, int32(ready.epoch), ready.timed_out)),
         *own, changes.inner, changes.slopes, changes.slopes_stride, *_positions(q, block, config, changes),
     )  # fmt: skip
-    constants: dict[str, Any] = dict(
-        REGISTERS=config.registers, HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize,
-        PERIOD=period, FIXED=_fixed(q, changes, state is not None),
+    constants = dict(
+        PAIRS=config.ctas == 2, N=config.consumers, BN=config.block_n, STAGES=config.stages,
+        REGISTERS=config.registers, Q_BUFFERS=config.q_buffers,
+        STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)), DV=v.shape[-1],
+        HAS_STATE=state is not None, HAS_SINK=sink is not None, FINALIZE=finalize, PERIOD=period,
+        FIXED=_fixed(q, changes, state is not None), maxnreg=config.registers_at_launch, cluster=config.ctas,
     )  # fmt: skip
-    if config.ctas == 2:
-        constants.update(cluster=config.ctas)
-    else:
-        constants.update(
-            N=config.consumers, BN=config.block_n, STAGES=config.stages, Q_BUFFERS=config.q_buffers,
-            DV=v.shape[-1],
-            STAGED=config.staged and (config.staged_with_alibi or not alibi_product.usable(changes)),
-            maxnreg=config.registers_at_launch,
-        )  # fmt: skip
     return (workers, 1, 1), args, constants
 
 
 def _boxes(x: _Operands, config: Config, width: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the views of q, k, v and out, and those of this rank's own keys and values with the places of the chunk's
-    tiles in them, or as many times None."""
+    tiles in them, or as many times None. Pairs of CTAs have boxes of their own, and store out without TMA."""
     q, (k, v, block, ready), _, _, outputs, finalize = x
-    first = 2 ** (q.shape[-1].bit_length() - 1)  # the columns of the first piece of q and k
-    values = (1, config.block_n, 1, width)
-    staged = outputs[0] if finalize else q  # a state is stored without TMA, and this descriptor is not used
-    boxes = *_pieces(q, ROWS.value, first), *_pieces(k, config.block_n, first), view(v, values)
+    # Columns of the first piece of q and k, a power of two, and of the second one, if any.
+    whole = 2 ** (q.shape[-1].bit_length() - 1)
+    rest, keys, values = q.shape[-1] - whole, config.block_n, config.block_n
+    if config.ctas == 2:
+        whole, rest, keys, values = (
+            forward_d512.COLUMNS.value, 0, forward_d512.KEYS.value, forward_d512.VALUES.value
+        )  # fmt: skip
+
+    def pieces(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+        return view(x, (1, rows, 1, whole)), view(x, (1, rows, 1, rest)) if rest else None
+
+    out = None
+    if config.ctas == 1:  # a state is stored without TMA, and this descriptor is not used
+        out = view(outputs[0] if finalize else q, (1, ROWS.value, 1, width))
     own = None if ready is None else ready.own
     places: tuple[Any, ...] = (None, None, None, None)
     if own is not None:
-        places = *_pieces(own.k, config.block_n, first), view(own.v, values), own.places(block, k.device)
-    return (*boxes, view(staged, (1, ROWS.value, 1, width))), places
-
-
-def _boxes_of_pairs(x: _Operands) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the same for the kernel for pairs of CTAs, which stores out without TMA."""
-    q, (k, v, block, ready), *_ = x
-    keys, values = (
-        (1, forward_d512.KEYS.value, 1, forward_d512.COLUMNS.value),
-        (1, forward_d512.VALUES.value, 1, forward_d512.WIDTH.value),
-    )
-    boxes = view(q, (1, ROWS.value, 1, forward_d512.COLUMNS.value)), view(k, keys), view(v, values)
-    own = None if ready is None else ready.own
-    places: tuple[Any, ...] = (None, None, None)
-    if own is not None:
-        places = view(own.k, keys), view(own.v, values), own.places(block, k.device)
-    return boxes, places
+        places = *pieces(own.k, keys), view(own.v, (1, values, 1, width)), own.places(block, k.device)
+    return (*pieces(q, ROWS.value), *pieces(k, keys), view(v, (1, values, 1, width)), out), places
 
 
 def _positions(q: Tensor, block: Block, config: Config, changes: Changes) -> tuple[Tensor | None, ...]:
-    """Return the positions of queries and keys, padded so that a tile need not end where they do, and, unless for pairs
-    of CTAs, the first ones of tiles of keys if ALiBi is a product; None instead of what is not needed."""
-    positions: tuple[Tensor | None, ...] = (None, None)
-    if changes.slopes is not None:
-        positions = padded_positions(block, config.block_m, config.block_n, q.device)
-    if config.ctas == 2:
-        return positions
-    if changes.slopes is None or not alibi_product.usable(changes):
+    """Return the positions of queries and keys, padded so that a tile need not end where they do, and the first ones of
+    tiles of keys if ALiBi is a product, which it is not for pairs of CTAs; None instead of what is not needed."""
+    if changes.slopes is None:
+        return None, None, None
+    positions = padded_positions(block, config.block_m, config.block_n, q.device)
+    if config.ctas == 2 or not alibi_product.usable(changes):
         return *positions, None
     return *positions, alibi_product.steps_of_tiles(block, config.block_m, config.block_n, q.device)
 
@@ -288,7 +275,7 @@ def _variants(x: _Operands, score: Score, changes: Changes, config: Config, coun
     if dims in NARROW and config is not ORDERED[dims]:
         other = CONFIGS[dims] if config is NARROW[dims] else NARROW[dims]
         _, args, constants = _launch(x, changes, other, counter, None, None)
-        instead = dict(zip(forward_kernel.kernel.arg_names, args, strict=False), **constants)
+        instead = dict(zip(kernel.arg_names, args, strict=False), **constants)
         found += [{**instead, **variant} for variant in ({}, *_variants_with(x, score, changes, other))]
     return found
 
@@ -305,12 +292,6 @@ def _variants_with(x: _Operands, score: Score, changes: Changes, config: Config)
     ]
     outputs = [dict(FINALIZE=True, out_ptr=x.q), dict(FINALIZE=False, out_ptr=x.outputs[1])]
     return [{**a, **b, **c} for a in states for b in outputs for c in periods or [{}]]
-
-
-def _pieces(x: Tensor, rows: int, first: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """Return boxes for the first columns, a power of two, and for the remaining ones, if any."""
-    rest = x.shape[-1] - first
-    return view(x, (1, rows, 1, first)), view(x, (1, rows, 1, rest)) if rest else None
 
 
 # --- the order and the division of the work ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper (sm_90) at head dim 512, in Gluon: pairs of CTAs that exchange P.
 
-Launched by forward.py, with the tables, order of the work, points of reference and sums of forward_kernel.py; a query
-tile is 128 rows.
+Started by forward_kernel.py, with the tables, order of the work, points of reference and sums of forward_d256.py; a
+query tile is 128 rows.
 
 Registers of two consumers hold sums of 128 queries and 256 columns, half of a head dim of 512. So two CTAs, a cluster
 (clusters.py), share a query tile: each computes the scores of half of the 128 keys of a step, sends its P to the other
@@ -26,7 +26,7 @@ one, and multiplies the P of all keys by half of the columns of V::
 * The producer of the first CTA takes the numbers of query tiles and sends them to the other one.
 * A CTA starts to send when the other one has initialized its barriers, and ends when the other one does.
 * Descriptors are computed again in each step (``late``): ptxas would keep them, in local memory. And see
-  ``forward_kernel._q_again``.
+  ``forward_d256._q_again``.
 """
 
 from __future__ import annotations
@@ -48,21 +48,17 @@ from .clusters import (
     send_pairs,
     send_rows,
 )
-from .forward_kernel import (
+from .forward_d256 import (
     GRID,
     INFO,
     INFO_LAYOUT,
     ROWS,
     SLACK,
     SLOTS,
-    Arrival,
-    Inputs,
-    Options,
     QueryTile,
     Rows,
     Score,
     Sizes,
-    Work,
     alibi_of,
     changed,
     enter,
@@ -251,18 +247,17 @@ def _place(own, column):
 def _load_keys_of_step(inputs, arrival, arrived, shared, batch, column, kv_head, row, used):
     """Load this CTA's keys of a step, from this rank's own ones, or as soon as their flag is up. Return the latest row
     whose flag was waited for."""
+    OWN: gl.constexpr = len(inputs.own) > 0
     key = gl.program_id(0) % CTAS * KEYS
     place = _place(inputs.own, column)
-    if len(inputs.own) == 0:
-        _load_keys(inputs.k, shared, batch, column + key, kv_head, used)
+    if OWN and (place >= 0):
+        _load_keys(inputs.own[0][0], shared, batch, place + key, kv_head, used)
     else:
-        if place >= 0:
-            _load_keys(inputs.own[0], shared, batch, place + key, kv_head, used)
-        else:
+        if OWN:
             if row != arrived:
                 wait_for_row(row, arrival)
             arrived = row
-            _load_keys(inputs.k, shared, batch, column + key, kv_head, used)
+        _load_keys(inputs.k[0], shared, batch, column + key, kv_head, used)
     return arrived
 
 
@@ -272,13 +267,10 @@ def _load_values_of_step(inputs, shared, batch, column, kv_head):
     place = _place(inputs.own, column)
     for part in gl.static_range(2):
         key = (gl.program_id(0) % CTAS ^ part) * KEYS
-        if len(inputs.own) == 0:
-            _load_values(inputs.v, shared, batch, column + key, kv_head, part * HALF)
+        if (len(inputs.own) > 0) and (place >= 0):
+            _load_values(inputs.own[1], shared, batch, place + key, kv_head, part * HALF)
         else:
-            if place >= 0:
-                _load_values(inputs.own[1], shared, batch, place + key, kv_head, part * HALF)
-            else:
-                _load_values(inputs.v, shared, batch, column + key, kv_head, part * HALF)
+            _load_values(inputs.v, shared, batch, column + key, kv_head, part * HALF)
 
 
 @gluon.jit
@@ -338,7 +330,7 @@ def _producer(inputs, work, arrival, shared, options):
             mbarrier.expect(shared.q_full.index(c), UNITS * UNIT_BYTES)
             for u in gl.static_range(UNITS):
                 at = [batch, first + c * ROWS, head, u * COLUMNS]
-                async_load(inputs.q, at, shared.q_full.index(c), shared.q.index(c * UNITS + u))
+                async_load(inputs.q[0], at, shared.q_full.index(c), shared.q.index(c * UNITS + u))
         row = 0
         if READY:
             row = (batch * work.q_heads + head) // work.ratio
@@ -532,7 +524,7 @@ def _walk(C: gl.constexpr, last, begin, full_begin, full_end, shared, x, sums, t
 def _of_cta(rows, rank):
     """Return the tensors with the columns of the output that a CTA has."""
     return Rows(
-        rows.out_desc, rows.out_ptr + rank * WIDTH, rows.lse_ptr, rows.l_ptr, rows.m_in_ptr, rows.l_in_ptr,
+        (), rows.out_ptr + rank * WIDTH, rows.lse_ptr, rows.l_ptr, rows.m_in_ptr, rows.l_in_ptr,
         rows.o_in_ptr + rank * WIDTH, rows.aside_ptr, rows.sink_ptr, rows.start_ptr, rows.end_ptr,
     )  # fmt: skip
 
@@ -660,51 +652,16 @@ def _allocate(q_desc, k_desc):
 
 
 @gluon.jit
-def _start(
-    inputs, work, arrival, shared, rows, batch_stride, seq_q, q_heads, score, options, REGISTERS: gl.constexpr
-):  # fmt: skip
+def start(inputs, work, arrival, rows, sizes, score, options, REGISTERS: gl.constexpr):
+    """Allocate shared memory and start the warps. Boxes of q and k have 64 rows and columns, of v 16 rows and 256
+    columns."""
+    shared = _allocate(inputs.q[0], inputs.k[0])
     gl.warp_specialize(
         [
             (_producer, (inputs, work, arrival, shared, options)),
-            (_consumer, (0, shared, rows, batch_stride, seq_q, q_heads, score, options)),
-            (_consumer, (1, shared, rows, batch_stride, seq_q, q_heads, score, options)),
+            (_consumer, (0, shared, rows, sizes.batch_stride, sizes.seq_q, sizes.q_heads, score, options)),
+            (_consumer, (1, shared, rows, sizes.batch_stride, sizes.seq_q, sizes.q_heads, score, options)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
     )
-
-
-_NUMBERS = (
-    "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",
-    "epoch", "slopes_stride",
-)  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=_NUMBERS)  # one compiled kernel for all shapes
-def kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, l_ptr,  # out, lse, - or o, m, l
-    m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr,
-    start_ptr, end_ptr, rows_batch_stride,
-    table_ptr, table_batch_stride, counter_ptr,
-    seq_q, q_heads, ratio, n_tiles, n_heads, group, early, c2,
-    flags_ptr, epoch, timed_out_ptr,  # None if all keys have arrived
-    own_k_desc, own_v_desc, places_ptr,  # None if all keys are in the chunk
-    inner, slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr,  # None without softcap; without ALiBi
-    REGISTERS: gl.constexpr,
-    HAS_STATE: gl.constexpr, HAS_SINK: gl.constexpr, FINALIZE: gl.constexpr,
-    PERIOD: gl.constexpr, FIXED: gl.constexpr,
-):  # fmt: skip
-    """Compute the forward. Boxes of q and k have 64 rows and columns, of v 16 rows and 256 columns."""
-    shared = _allocate(q_desc, k_desc)
-    work = Work(table_ptr, table_batch_stride, counter_ptr, n_tiles, n_heads, q_heads, ratio, group, early)
-    rows = Rows(
-        (), out_ptr, lse_ptr, l_ptr, m_in_ptr, l_in_ptr, o_in_ptr, aside_ptr, sink_ptr, start_ptr, end_ptr
-    )  # fmt: skip
-    own = () if places_ptr is None else (own_k_desc, own_v_desc, places_ptr)
-    alibi = () if slopes_ptr is None else (slopes_ptr, slopes_stride, positions_q_ptr, positions_k_ptr, ())
-    score = Score(c2, inner, alibi)
-    _start(  # a variable would make tensors of the constants in Options
-        Inputs(q_desc, k_desc, v_desc, own), work, Arrival(flags_ptr, epoch, timed_out_ptr), shared,
-        rows, rows_batch_stride, seq_q, q_heads, score,
-        Options(CONSUMERS, 1, 1, DIM, HAS_STATE, HAS_SINK, FINALIZE, False, PERIOD, FIXED), REGISTERS,
-    )  # fmt: skip

@@ -48,6 +48,12 @@ def keep_alive(x):
     gl.inline_asm_elementwise("// keep $1 $0", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def pieces_of(first, rest):
+    """Return the pieces of the columns of a matrix: () where ``first`` is None, one where ``rest`` is."""
+    return () if first is None else (first,) if rest is None else (first, rest)
+
+
 @gluon.constexpr_function
 def _shape_of_boxes(desc, count):
     return [count, *desc.block_type.shape]

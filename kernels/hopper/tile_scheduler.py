@@ -23,6 +23,7 @@ from ..long_sums import LEAST_HEADS
 from ..upload import upload
 from .backward_pieces import BM, BN
 
+KEYS = BN.value  # of a tile of the backward
 ENOUGH = 1.5  # CTAs of the backward for each processor
 LEAST_QUERIES = 1024  # of a run of queries, if they are divided because there are few keys
 TOGETHER = 4  # parts of groups that a backward walks at the same time where dQ is added in order
@@ -107,19 +108,14 @@ class Split(NamedTuple):
     apart: bool = False
 
 
-def keys_per_cta(q: Tensor) -> int:
-    """Return the number of keys of a CTA of the backward kernel for this head dim."""
-    return BN.value if q.shape[-1] <= 192 else BN.value // 2
-
-
 def ctas_per_tile(q: Tensor) -> int:
     """Return how many CTAs share a tile of keys of the backward kernel for this head dim."""
     return 2 if q.shape[-1] > 192 else 1
 
 
-def keys_per_tile(q: Tensor) -> int:
-    """Return the number of keys of a tile of the backward kernel for this head dim."""
-    return ctas_per_tile(q) * keys_per_cta(q)
+def keys_per_cta(q: Tensor) -> int:
+    """Return the number of keys of a CTA of the backward kernel for this head dim."""
+    return KEYS // ctas_per_tile(q)
 
 
 def queries_per_step(q: Tensor) -> int:
@@ -150,7 +146,7 @@ def _best_split(q: Tensor, k: Tensor, block: Block) -> Split:
     steps = _pairs(block) / max(1, block.seq_k * BM.value)  # of a CTA, for each head
     heads = next((h for h in divisors if h >= LEAST_HEADS and h * steps >= LEAST_STEPS), group)
     usual = Split(occupying, apart=True) if occupying > max(1, group // heads) else Split(group // heads)
-    tiles = block.key_tiles(queries_per_step(q), keys_per_tile(q))
+    tiles = block.key_tiles(queries_per_step(q), KEYS)
     if group == 1 or not heads_of_longest(tiles, processors(q) // ctas_per_tile(q)):
         return usual
     more = (_parts_of(q, k, p, ctas * p) for p in affordable if p >= usual.parts)
@@ -278,13 +274,13 @@ def order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spli
 
 def _order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split) -> Order:
     heads, workers = k.shape[2] * split.parts, processors(q) // ctas_per_tile(q)
-    keys, in_run = keys_per_tile(q), LONGER_RUNS.get(q.shape[-1], 0)
-    tiles = tiles_of_head(block, keys)
+    in_run = LONGER_RUNS.get(q.shape[-1], 0)
+    tiles = tiles_of_head(block, KEYS)
     per_processor = k.shape[0] * heads * tiles / workers
     usual = Order(sweep(k.shape[0] * k.shape[2], tiles, workers, split.parts))
     if block.seq_k > block.seq_q:
         return usual
-    unequal = heads_of_longest(block.key_tiles(queries_per_step(q), keys), workers) > 0.0
+    unequal = heads_of_longest(block.key_tiles(queries_per_step(q), KEYS), workers) > 0.0
     if unequal and q.shape[-1] <= 192 and keys_of_a_pair(block) <= LONG_DOCUMENTS:
         rows = k.shape[0] * heads
         near = [n for n in _sweeps(rows, split.parts) if min(rows, NEIGHBOURS // 2) <= n <= 2 * NEIGHBOURS]
@@ -298,7 +294,7 @@ def _order_of_programs(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Spl
 
     def in_use(size: int) -> float:
         """Return the bytes of the queries of as many key tiles as run at the same time, or are of one run."""
-        return (max(1, in_run) * workers * keys + size * seen) * _bytes_of_queries(q, k, v, split)
+        return (max(1, in_run) * workers * KEYS + size * seen) * _bytes_of_queries(q, k, v, split)
 
     sizes = (n for n in range(min(NEIGHBOURS, heads), heads + 1) if heads % n == 0 and n % split.parts == 0)
     fitting = [n for n in sizes if in_use(n) <= NEAR_IN_L2]
@@ -345,21 +341,21 @@ def order_of_sums(q: Tensor, k: Tensor, v: Tensor, block: Block, split: Split, t
     keys for all, and :data:`TOGETHER` parts at a time, because the programs of a part that begin with the same queries
     are a turn late from one to the next.
     """
-    keys, parts, rows = keys_per_tile(q), split.parts, k.shape[0] * k.shape[2]
+    parts, rows = split.parts, k.shape[0] * k.shape[2]
     workers, heads = processors(q), rows * parts
     sizes = _sweeps(heads, parts)
-    tile = keys * _bytes_of_queries(q, k, v, split)
-    visited = _pairs(block) / max(1, block.seq_k * keys)  # tiles of queries that a key tile sees
+    tile = KEYS * _bytes_of_queries(q, k, v, split)
+    visited = _pairs(block) / max(1, block.seq_k * KEYS)  # tiles of queries that a key tile sees
     together = max(TOGETHER, 2 * workers // max(1, tiles))
 
     def in_use(size: int) -> float:
         """Return the bytes of all query tiles that are visited in the time in which a processor visits its own: those
         of the programs that run, each of which is a tile behind the other and has started a tile later."""
-        return size * min(block.seq_q / keys, visited + workers / size) * tile
+        return size * min(block.seq_q / KEYS, visited + workers / size) * tile
 
     # Key tiles that all see the same queries have nothing to gain (a full mask, where a mean of 1.0 is visited; 0.5 of
     # a causal one).
-    unequal = visited < 0.75 * block.seq_q / keys
+    unequal = visited < 0.75 * block.seq_q / KEYS
     fitting = [n for n in sizes if n <= min(together, heads // 2) and unequal and in_use(n) <= IN_L2]
     if fitting:
         return OrderOfSums(fitting[-1], (heads - fitting[-1]) * tiles)
