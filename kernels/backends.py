@@ -324,7 +324,7 @@ class _Compiled(Backend):
         return self._module("forward").forward(q, keys, score, state, finalize)
 
     def _largest(self, q, keys, score):  # type: ignore[no-untyped-def]
-        return _load(".triton.largest").largest(q, keys, score)
+        return _load(".triton.forward").largest(q, keys, score)
 
 
 class Triton(_Compiled):

@@ -62,43 +62,59 @@ def choose_tiles(q: Tensor, v: Tensor) -> Tiles:
 
 def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize: bool) -> Partial | Result:
     """Attend to one chunk of keys, see :meth:`..backends.Backend.forward`. A carried state is updated in place."""
-    block, sink = keys.block, score.sink if state is None else None
-    q, k, v = (primitives.last_contiguous(x) for x in (q, keys.k, keys.v))
-    batch, seq_q, heads, dim = q.shape
-    dim_v = v.shape[-1]
-    tiles = choose_tiles(q, v)
-    rows, span, start, end = tables(block, "query", tiles, q.device)
-    positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
-    tma = all(primitives.has_tma(x) for x in (q, k, v))
-
-    carried: tuple[Tensor | None, ...] = (None, None, None)
-    if state is not None:
-        state = Partial(state.m, state.l, primitives.last_contiguous(state.o))
-        carried = tuple(state)
+    batch, seq_q, heads, _ = q.shape
+    dim_v = keys.v.shape[-1]
+    carried = None if state is None else Partial(state.m, state.l, primitives.last_contiguous(state.o))
     result: Partial | Result
     if finalize:
         lse = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
         result = Result(q.new_empty(batch, seq_q, heads, dim_v), lse)
         outputs: tuple[Tensor | None, ...] = (lse, None, result.out)
+    elif carried is not None:
+        result, outputs = carried, tuple(carried)
     else:
-        if state is None:
-            m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
-            o = q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32)
-            state = Partial(m, torch.empty_like(m), o)
-        result, outputs = state, tuple(state)
+        m = q.new_empty(batch, heads, seq_q, dtype=torch.float32)
+        result = Partial(m, torch.empty_like(m), q.new_empty(batch, seq_q, heads, dim_v, dtype=torch.float32))
+        outputs = tuple(result)
+    _launch(q, keys, primitives.last_contiguous(keys.v), score, carried, outputs, finalize)
+    return result
 
+
+def largest(q: Tensor, keys: Keys, score: Score) -> Tensor:
+    """Return the largest score of each query head, (q_heads,) float32: the forward's walk over keys without values.
+
+    A forward does not tell: a point of reference may lie near the largest score only. So calls that ask for it pay for
+    one more product per visible pair, and others nothing."""
+    top = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    _launch(q, keys, None, score.without_sink(), None, (top, None, None), False)
+    return top.amax((0, 2))
+
+
+def _launch(
+    q: Tensor, keys: Keys, v: Tensor | None, score: Score, carried: Partial | None, outputs: tuple[Tensor | None, ...],
+    finalize: bool,
+) -> None:  # fmt: skip
+    """Launch the kernel, which stores (m, l, o), or (lse, None, out), in ``outputs``; without values m alone."""
+    block, sink = keys.block, score.sink if carried is None else None
+    q, k = (primitives.last_contiguous(x) for x in (q, keys.k))
+    batch, _, heads, dim = q.shape
+    dim_v = keys.v.shape[-1]
+    tiles = choose_tiles(q, keys.v)
+    rows, span, start, end = tables(block, "query", tiles, q.device)
+    positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
+    tma = all(primitives.has_tma(x) for x in (q, k, v) if x is not None)
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1
-    unit = stride_unit(q, k, v, carried[2], outputs[2])
+    unit = stride_unit(q, k, v, carried and carried.o, outputs[2])
     # float32 products are accumulated outside of the tensor cores, with rounding
-    period = 0 if q.dtype == torch.float32 else block.period
+    period = 0 if q.dtype == torch.float32 or v is None else block.period
     n_tiles = rows.shape[0]
     with torch.cuda.device_of(q):
         dispatch(
             _forward, (n_tiles * heads * batch,), tile_source(q, tiles.block_m, tma), *strides_in(unit, q),
             tile_source(k, tiles.block_n, tma), *strides_in(unit, k),
-            tile_source(v, tiles.block_n, tma), *strides_in(unit, v),
-            *_with_strides(unit, *carried), *_with_strides(unit, *outputs),
+            None if v is None else tile_source(v, tiles.block_n, tma), *strides_in(unit, v),
+            *_with_strides(unit, *(carried or (None, None, None))), *_with_strides(unit, *outputs),
             sink if sink is None else sink.contiguous(),
             rows, span, *interval_strides(span)[:1], start, *interval_strides(start), end, *interval_strides(end),
             positions_q, positions_k,
@@ -112,10 +128,9 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
             PRECISION=primitives.dot_precision(q.dtype),
             STAGES=tiles.num_stages, PERIOD=period, UNIT=unit, num_stages=tiles.num_stages,
             num_warps=tiles.num_warps,
-            variants=lambda: _variants(q, block, score),
-            rehearse=lambda: rehearsal.backward("triton", q, keys, score),
+            variants=None if v is None else lambda: _variants(q, block, score),
+            rehearse=None if v is None else lambda: rehearsal.backward("triton", q, keys, score),
         )  # fmt: skip
-    return result
 
 
 def _with_strides(unit: int, m: Tensor | None, l: Tensor | None, o: Tensor | None) -> tuple[Any, ...]:
@@ -147,7 +162,7 @@ def _keys(
     SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update (m, l, o) with one tile of keys."""
+    """Update (m, l, o) with one tile of keys, m alone without values."""
     key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
     s = dot(q, tl.trans(key), None, PRECISION)
     nth = tl.arange(0, BLOCK_N)
@@ -157,11 +172,14 @@ def _keys(
     s, _ = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
     if CUT:
         s = tl.where(((start - n)[:, None] <= nth[None, :]) & (nth[None, :] < (end - n)[:, None]), s, float("-inf"))
-    p, kept, s_m = softmax_step(s, s_m, scale if SIMPLE else 1.0)
-    o = o * kept[:, None]
-    value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
-    o = dot(p.to(value.dtype), value, o, PRECISION)
-    l = l * kept + tl.sum(p, 1)  # overlaps the product, which is asynchronous
+    if v is None:
+        s_m = tl.maximum(s_m, tl.max(s, 1) * (scale if SIMPLE else 1.0))
+    else:
+        p, kept, s_m = softmax_step(s, s_m, scale if SIMPLE else 1.0)
+        o = o * kept[:, None]
+        value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
+        o = dot(p.to(value.dtype), value, o, PRECISION)
+        l = l * kept + tl.sum(p, 1)  # overlaps the product, which is asynchronous
     return s_m, l, o
 
 
@@ -293,6 +311,8 @@ def _forward(
     else:
         m, factor = to_natural(m)
         tl.store(m_ptr, m, mask=alive)
-        tl.store(l_out + b64 * l_b + h64 * l_h + offs * l_s, l * factor, mask=alive)
+        if l_out is not None:
+            tl.store(l_out + b64 * l_b + h64 * l_h + offs * l_s, l * factor, mask=alive)
         o *= factor[:, None]
-    store_tile(o_out, o, b, h, row, past, o_b, o_s, o_h, BLOCK_M, DIM_V, DIM_V_P2)
+    if o_out is not None:
+        store_tile(o_out, o, b, h, row, past, o_b, o_s, o_h, BLOCK_M, DIM_V, DIM_V_P2)
