@@ -11,8 +11,8 @@ with the first one, as ``variants`` of its launch; and so are the kernels of the
 which a forward ``rehearses``.
 
 Even that is slow for a launch that repeats with tensors of the same shapes. In a call that is recorded it is written
-into the program (:mod:`..program`); for kernels of decoding :class:`Launches` keeps all arguments of a launch except
-the tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
+into the program (:mod:`..program`), and kernels of decoding keep programs of one launch each (:class:`Launches`): all
+arguments except the tensors, as Triton's compiled launcher takes them (:mod:`.direct_launch`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from triton.compiler import CompiledKernel
 
 from .. import program
 from ..memo import Memo
-from . import cache_folder, launch_paths, prebuilt
+from . import cache_folder, direct_launch, launch_paths, prebuilt
 from .compile_together import compile_together
-from .direct_launch import DirectLaunch, View
+from .direct_launch import View
 
 try:
     from triton.runtime.interpreter import InterpretedFunction
@@ -87,7 +87,7 @@ def dispatch(
             :data:`CLUSTERS`.
 
     Returns:
-        The launch, for :meth:`Launches.remember`; None from the interpreter, in a rehearsal, and where Triton's
+        The launch, for :class:`Launches`; None from the interpreter, in a rehearsal, and where Triton's
         ``jit_cache_hook`` says that the kernel is not to be compiled.
 
     Raises:
@@ -115,7 +115,8 @@ def dispatch(
     compiled[grid](*args, *values)
     recorder = program.current()
     if recorder is not None:
-        _write(recorder.source, Launched(compiled, grid, (*given, *values)), device)
+        stream = lambda: str(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: E731 - of each call of the program
+        _write(recorder.source, Launched(compiled, grid, (*given, *values)), stream)
     return Launched(compiled, grid, (*args, *values))
 
 
@@ -239,92 +240,66 @@ class Launches:
     """
 
     def __init__(self) -> None:
-        self._repeats: Memo[_Repeat] = Memo(LAUNCHES)
+        self._kept: Memo[Callable[[Sequence[Tensor], Sequence[int]], object]] = Memo(LAUNCHES)
 
-    def again(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
-        """Repeat the launch of this key with these tensors and return True; False if there is none."""
-        if program.current() is not None:  # which asks for all arguments
-            return False
-        repeat = self._repeats.get(key)
-        return repeat is not None and repeat.launch(tensors)
-
-    def remember(
-        self,
-        key: Hashable,
-        tensors: Sequence[Tensor],
-        launched: Launched | None,
-        fixed: Sequence[Tensor] = (),
-    ) -> None:
-        """Let :meth:`again` repeat this launch under ``key``.
+    def repeat(self, key: Hashable, tensors: Sequence[Tensor | None], launch: Callable[[], Launched | None]) -> None:
+        """Repeat the launch of this key with these tensors; do and keep that of ``launch``, if there is none.
 
         Args:
             tensors: the arguments that change, themselves or as the base of a TMA view.
-            launched: the result of :func:`dispatch`; None is not remembered.
-            fixed: tensors among the arguments that never change.
+            launch: returns the result of :func:`dispatch`; None is not kept.
 
         Raises:
-            AssertionError: a tensor among the arguments is in neither ``tensors`` nor ``fixed``.
+            AssertionError: a tensor among the arguments is not among ``tensors``.
         """
+        given = [x for x in tensors if x is not None]
+        addresses = [x.data_ptr() for x in given]
+        aligned = not functools.reduce(operator.or_, addresses, 0) & 15  # to 16 bytes, as the kernel was compiled for
+        if program.current() is None and aligned and not _hooked():  # a program asks for all arguments
+            kept = self._kept.get(key)
+            if kept is not None:
+                kept(given, addresses)
+                return
+        launched = launch()
         # If one tensor is passed as two arguments, they may be two tensors the next time.
-        if (
-            launched is not None
-            and len({id(x) for x in tensors}) == len(tensors)
-            and _aligned([x.data_ptr() for x in tensors])
-        ):
-            self._repeats.put(key, _Repeat(launched, tensors, fixed))
+        if launched is not None and aligned and len({id(x) for x in given}) == len(given):
+            source, device = _OneLaunch(given), given[0].device.index
+            _write(source, launched, lambda: f"{source.name(torch._C._cuda_getCurrentRawStream)}({device})")
+            self._kept.put(key, eval(f"lambda x, at: {source.lines[0]}", source.names))  # noqa: S307
 
     def __len__(self) -> int:
-        return len(self._repeats)
+        return len(self._kept)
 
 
-class _Repeat:
-    """One launch whose tensors are filled in when it is repeated."""
+class _OneLaunch(program.Source):
+    """The source of one launch, of tensors ``x`` and their addresses ``at``: those that were given, wherever they are
+    in memory."""
 
-    def __init__(self, launched: Launched, tensors: Sequence[Tensor], fixed: Sequence[Tensor]) -> None:
-        self.compiled, self.grid = launched.compiled, launched.grid
-        self.device: int = tensors[0].device.index
-        index_of = {id(x): n for n, x in enumerate(tensors)}
-        args: list[Any] = list(launched.args)
-        self.plain: list[tuple[int, int]] = []  # (index of the argument, index in tensors)
-        self.views: list[View] = []
-        for i, x in enumerate(args):
-            if (n := index_of.get(id(x))) is not None:
-                self.plain.append((i, n))
-                args[i] = None
-            elif hasattr(x, "base") and (n := index_of.get(id(x.base))) is not None:
-                self.views.append(View.like(x, i, n))
-                args[i] = None
-            elif isinstance(base := getattr(x, "base", x), Tensor) and not any(base is y for y in fixed):
-                raise AssertionError(f"argument {i} is a tensor that is neither in tensors nor in fixed")
-        self.args = args
-        self.direct: DirectLaunch | None = None
-        if DirectLaunch.possible(self.compiled):
-            self.direct = DirectLaunch(self.compiled, self.grid, args, self.plain, self.views)
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._numbers = {id(x): n for n, x in enumerate(tensors)}
 
-    def launch(self, tensors: Sequence[Tensor]) -> bool:
-        """Launch with these tensors and return True; False, without a launch, if an address needs another kernel."""
-        addresses = [x.data_ptr() for x in tensors]
-        if not _aligned(addresses):
-            return False
-        hooks = knobs.runtime
-        if self.direct is not None and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
-            self.direct(self.device, addresses)
-            return True
-        args = self.args.copy()
-        for i, n in self.plain:
-            args[i] = tensors[n]
-        for view in self.views:
-            args[view.at] = view.of(tensors[view.tensor])
-        self.compiled[self.grid](*args)
-        return True
+    def value(self, x: Any) -> str:
+        return f"x[{self._number(x)}]" if self.changes(x) else self.name(x)
+
+    def changes(self, x: Any) -> bool:
+        return isinstance(x, Tensor)
+
+    def address(self, x: Tensor) -> str:
+        return f"at[{self._number(x)}]"
+
+    def _number(self, x: Tensor) -> int:
+        if (number := self._numbers.get(id(x))) is None:
+            raise AssertionError(f"a tensor {tuple(x.shape)} among the arguments is not among those that change")
+        return number
 
 
-def _write(source: program.Source, launched: Launched, device: torch.device) -> None:
-    """Write a launch into the source of a program."""
+def _write(source: program.Source, launched: Launched, stream: Callable[[], str]) -> None:
+    """Write a launch into the source of a program. ``stream``: returns an expression for it."""
     compiled, grid, args = launched
-    if DirectLaunch.possible(compiled):
+    if direct_launch.possible(compiled):
         source.listeners.append(_hooked)
-        source.line(DirectLaunch(compiled, grid, args).written(source, device.index))
+        source.line(direct_launch.written(compiled, grid, args, source, stream()))
         return
     values = []
     for x in args:
@@ -338,11 +313,6 @@ def _write(source: program.Source, launched: Launched, device: torch.device) -> 
 def _hooked() -> bool:
     """Return whether launches have hooks, which direct ones leave out."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
-
-
-def _aligned(addresses: Sequence[int]) -> bool:
-    """Return whether all addresses are multiples of 16."""
-    return not functools.reduce(operator.or_, addresses, 0) & 15
 
 
 def on_device(x: Tensor) -> AbstractContextManager:

@@ -29,6 +29,7 @@ from ringattn.kernels.hopper import forward, limits, tile_scheduler, work_counte
 from ringattn.memo import Memo
 from ringattn.peer import driver, pull, push
 from ringattn.peer import link as memory
+from ringattn.program import Source
 from ringattn.virtual import VirtualRank
 
 CPU = torch.device("cpu")
@@ -100,7 +101,8 @@ class _Compiled(CompiledKernel):
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launched(*args: Any) -> None:
             self._run = self._run or CudaLauncher(self.host, self.kernel, args)
-            direct_launch.DirectLaunch(self, grid, args)(0, [])
+            source = Source()
+            eval(direct_launch.written(self, grid, args, source, repr(self.host.main.cuda_stream)), source.names)
 
         return launched
 

@@ -141,13 +141,16 @@ class View:
         self.base, self.block_shape = base, block_shape
 
 
-def launched(kernel: Kernel, launches: Launches, key: object, x: torch.Tensor, y: torch.Tensor, **more: Any) -> bool:
+def launched(kernel: Kernel, launches: Launches, key: object, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Launch with x itself and y as the base of a view; return whether that was a repetition."""
-    if launches.again(key, (x, y)):
-        return True
-    args = (x, 5, 0.5, View(y, [1, 64]))
-    launches.remember(key, (x, y), dispatch(kernel, (3,), *args, BLOCK=64, FLAG=True), **more)
-    return False
+    dispatched: list[bool] = []
+
+    def first() -> launch.Launched | None:
+        dispatched.append(True)
+        return dispatch(kernel, (3,), x, 5, 0.5, View(y, [1, 64]), BLOCK=64, FLAG=True)
+
+    launches.repeat(key, (x, None, y), first)
+    return not dispatched
 
 
 def test_a_repeated_launch_gets_the_new_tensors() -> None:
@@ -191,16 +194,12 @@ def test_one_tensor_that_stands_for_two_is_not_remembered() -> None:
     assert kernel.compiled[0].launches[-1][1][3].base is x
 
 
-def test_every_tensor_is_declared_fixed_or_changing() -> None:
+def test_every_tensor_is_declared() -> None:
     kernel, launches = Kernel(), Launches()
-    x, table = torch.zeros(64), torch.zeros(64)
-    dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
-    second = dispatch(kernel, (1,), x, 1, 0.5, table, BLOCK=64, FLAG=True)
-    with pytest.raises(AssertionError, match="argument 3 is a tensor"):
-        launches.remember("a", (x,), second)
-    launches.remember("a", (x,), second, fixed=(table,))
-    assert launches.again("a", (x,))
-    assert kernel.compiled[0].launches[-1][1][3] is table
+    x, table = torch.zeros(64), torch.zeros(32, 2)
+    for sink in (table, View(table, [1, 64])):
+        with pytest.raises(AssertionError, match=r"a tensor \(32, 2\) among the arguments"):
+            launches.repeat("a", (x,), lambda: dispatch(kernel, (1,), x, 1, 0.5, sink, BLOCK=64, FLAG=True))  # noqa: B023
 
 
 def test_launches_are_bounded_and_keep_no_changing_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,10 +266,10 @@ def test_a_direct_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPat
     def arguments(x: torch.Tensor, y: torch.Tensor, number: int) -> tuple[Any, ...]:
         return (x, number, 0.5, Descriptor(y), 64, True)
 
-    launches.remember("a", tensors[0], launch.Launched(first, (3, 1, 1), arguments(*tensors[0], 5)))
+    launches.repeat("a", tensors[0], lambda: launch.Launched(first, (3, 1, 1), arguments(*tensors[0], 5)))
     encoded.clear()
     for x, y in (*tensors, *tensors):
-        assert launches.again("a", (x, y))
+        launches.repeat("a", (x, y), lambda: pytest.fail("it is launched as if it were the first one"))
         CompiledKernel.__getitem__(first, (3, 1, 1))(*arguments(x, y, 5), stream=7)
         direct, theirs = got[-2:]
         assert theirs[13] is x
@@ -282,7 +281,7 @@ def test_a_direct_launch_passes_what_triton_passes(monkeypatch: pytest.MonkeyPat
     # Triton encodes the view in each of its six launches; direct launches once for each address.
     assert len(encoded) == 6 + 3
     first._run.global_scratch_size = 1  # memory that is allocated for each launch
-    assert not direct_launch.DirectLaunch.possible(first)
+    assert not direct_launch.possible(first)
 
 
 def test_hooks_see_repeated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,16 +289,15 @@ def test_hooks_see_repeated_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     for _ in range(3):
         launched(kernel, launches, "a", x, y)
-    (repeat,) = launches._repeats._kept.values()
     direct: list[object] = []
-    repeat.direct = lambda *args: direct.append(args)  # type: ignore[assignment]
+    launches._kept.put("a", lambda *args: direct.append(args))
     assert launched(kernel, launches, "a", x, y)
     assert len(direct) == 1
     hook = lambda metadata: None  # noqa: E731
     launch.knobs.runtime.launch_enter_hook.add(hook)
     try:
         before = len(kernel.compiled[0].launches)
-        assert launched(kernel, launches, "a", x, y)
+        assert not launched(kernel, launches, "a", x, y)
         assert len(kernel.compiled[0].launches) == before + 1
         assert len(direct) == 1
     finally:

@@ -114,7 +114,7 @@ def test_the_sum_is_that_of_float64_and_the_bits_those_of_finish(
 
 def test_a_launch_repeats_for_the_same_number_of_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
-    repeats = SimpleNamespace(again=lambda key, tensors: keys.append(key) or True)
+    repeats = SimpleNamespace(repeat=lambda key, tensors, launch: keys.append(key))
     monkeypatch.setattr(meet, "_launches", repeats)
     for world_size in (2, 3, 3):
         of_rank, _ = own_mailboxes(world_size)

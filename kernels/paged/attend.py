@@ -112,18 +112,13 @@ def launch(
         result[1] is None, call.tree is None, None if score.sink is None else score.sink.dtype, s.slopes is None,
         pool.quantized,
     )  # fmt: skip
-    scales = (pool.k_scale, None if pool.shared_values else pool.v_scale)
-    some_tensors = (None if pool.shared_values else pool.v, *result, call.tree, score.sink, s.slopes, *scales)
-    tensors = [
-        q, pool.k, pool.positions, tables.table, tables.start, tables.end, tables.first_new, tables.position,
-        tables.tiles, pieces, arrived, *(x for x in some_tensors if x is not None),
-    ]  # fmt: skip
+    v, v_scale = (None, None) if pool.shared_values else (pool.v, pool.v_scale)
+    tensors = (
+        q, pool.k, v, pool.positions, tables.table, tables.start, tables.end, tables.first_new, tables.position,
+        tables.tiles, pieces, arrived, *result, call.tree, score.sink, s.slopes, pool.k_scale, v_scale,
+    )  # fmt: skip
     with on_device(q):
-        if _launches.again(key, tensors):
-            if some > ALONE:
-                combine(q, pieces, pool, tables, score, call, grid, result)
-            return
-        launched = dispatch(
+        _launches.repeat(key, tensors, lambda: dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma),
             _source(pool.k if pool.shared_values else pool.v, tile, tma, dim_v),
             *_strides(pool), pool.k_scale, pool.k_scale if pool.shared_values else pool.v_scale, pool.positions,
@@ -138,9 +133,7 @@ def launch(
             SHARED=pool.shared_values and main == dim_v, TMA=tma, PRECISION=dot_precision(q.dtype),
             PERIOD_TILES=PERIOD // tile, STAGES=tiles.stages, ALONE=some <= ALONE,
             num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
-        if not pool.shared_values:  # then one tensor would be two arguments
-            _launches.remember(key, tensors, launched)
+        ))  # fmt: skip
         if some > ALONE:
             combine(q, pieces, pool, tables, score, call, grid, result)
 

@@ -39,22 +39,18 @@ def combine(
     sink = score.sink
     key = (q.device, q.shape, kv_heads, dim_v, tile, grid, call.fixed_split, result[0].dtype, result[1] is None,
            sink is None or sink.dtype)  # fmt: skip
-    tensors = [pieces, tables.start, tables.tiles, *(x for x in (*result, sink) if x is not None)]
-    if _launches.again(key, tensors):
-        return
     units = batch * kv_heads * grid.blocks
     early = capability(q.device) >= (9, 0)
     some = 4 if columns == wide else 1
     many = not call.fixed_split and grid.programs >= 2 * _AT_ONCE * units
     at_once = min(_MANY if many else _AT_ONCE, _NUMBERS // (some * columns))
-    launched = dispatch(
+    _launches.repeat(key, (pieces, tables.start, tables.tiles, *result, sink), lambda: dispatch(
         _combine, (units, triton.cdiv(grid.some(new * group), some), wide // columns), pieces, tables.start,
         tables.tiles, *result, sink, batch, grid.programs,
         NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, DIM_V=dim_v,
         COLUMNS=columns, AT_ONCE=at_once, TILE=tile,
         SPLIT=call.fixed_split // tile, SPLITS=grid.splits, STEP=grid.step, EARLY=early, num_warps=4, launch_pdl=early,
-    )  # fmt: skip
-    _launches.remember(key, tensors, launched)
+    ))  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("batch", "programs"))

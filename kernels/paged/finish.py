@@ -46,15 +46,11 @@ def _launch(states: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None
     key = (
         states.device, states.shape, states.stride(), out.dtype, lse is None, None if sink is None else sink.dtype
     )  # fmt: skip
-    tensors = [states, out, *(x for x in (lse, sink) if x is not None)]
     with on_device(states):
-        if _launches.again(key, tensors):
-            return
-        launched = dispatch(
+        _launches.repeat(key, (states, out, lse, sink), lambda: dispatch(
             _finish, (triton.cdiv(rows, some),), states, states.stride(0), states.stride(2), out, lse, sink, rows,
             heads, WORLD=world_size, NEW=new, DIM_V=width - 2, DIM_V_P2=wide, ROWS=some,
-        )  # fmt: skip
-        _launches.remember(key, tensors, launched)
+        ))  # fmt: skip
 
 
 @triton.jit

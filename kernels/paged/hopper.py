@@ -35,25 +35,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..contract import LOG2E, LONGEST_SUM, Score
+from ..contract import Score
 from ..hopper.primitives import async_load, let_next_launch_begin, reinterpret, tiles_like, wait_for_launch_before
-from ..hopper.tensor_maps import readable, view
-from ..launch import Launches, capability, dispatch, multiprocessors, on_device
+from ..hopper.tensor_maps import view
+from ..launch import Launches, dispatch, multiprocessors, on_device
 from . import hopper_e4m3 as e4m3
 from .combine import ALONE, combine
 from .grid import Grid, scratch
 from .hopper_pieces import (
     capped,
+    declined,
     finite,
+    intervals,
     part_of,
     query_rows,
+    scale_and_cap,
     share_of,
     store_rows,
     sum_layout,
     sum_pieces,
-    tree_depth,
 )
-from .operands import Call, Pool, Tables, tile_size
+from .operands import Call, Pool, Tables
 
 TILE = gl.constexpr(64)
 
@@ -250,19 +252,9 @@ def _consumer(
             fence_async_shared()
             # Intervals of the rows.
             new, nth, alive = query_rows(block, NEW, GROUP, ROWS, COLUMN)
-            bits = gl.zeros([ROWS], gl.int64, COLUMN)
-            depth = new
-            last = new
-            if TREE:
-                bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
-                depth = tree_depth(bits, new)
-                last = new * 0 + NEW - 1
-            s0 = gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0)
-            s1 = gl.load(ends_ptr + b * NEW + last, mask=alive, other=0)
-            full_first = gl.max(gl.where(alive, s0, 0), axis=0)
-            full_past = gl.min(gl.where(alive, s1, 2**31 - 1), axis=0)
-            if TREE:
-                full_past = gl.minimum(full_past, first_new)
+            bits, s0, s1, full_first, full_past = intervals(
+                starts_ptr, ends_ptr, tree_ptr, b, new, alive, first_new, NEW, ROWS, TREE, COLUMN
+            )
             if WIDE > 1:  # a share may begin and end in the middle of a tile
                 low = (begin + lo) * TILE
                 high = (begin + hi) * TILE
@@ -380,32 +372,13 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
         return f"dtype {q.dtype} is neither bfloat16 nor float16"
     if (q.shape[-1], pool.v.shape[-1]) not in ((64, 64), (128, 128)):
         return f"head dims {q.shape[-1]} of q, k and {pool.v.shape[-1]} of v; it has (64, 64) and (128, 128)"
-    if tile_size(pool.page_size) != TILE.value:
-        return f"pages of {pool.page_size} slots; it has multiples of {TILE.value}"
-    if score.alibi_slopes is not None or score.softmax_scale <= 0:
-        return "ALiBi, or a scale that is not positive"
-    if call.fixed_split:
-        return "fixed_split"
-    if not q.is_cuda or capability(q.device) != (9, 0):
-        return f"device {q.device} does not have compute capability 9.0"
-    for name, x in (("k", pool.k), ("v", pool.v), ("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
-        if x is not None and not readable(x):
-            return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
-    keys = tables.table.shape[1] * pool.page_size
-    if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * multiprocessors(q.device):
-        return f"sums of more than {LONGEST_SUM} keys in a program"
-    return None
+    return declined(q, pool, tables, score, call, TILE.value)
 
 
 def launch(
     q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, result: tuple[Tensor, Tensor | None]
 ) -> None:
-    """Attend to this rank's visible keys.
-
-    Args:
-        result: written: a state (batch, new, q_heads, head_dim_v + 2) float32 and None, without a sink; or ``out`` and
-            ``lse``, where one rank holds all keys.
-    """
+    """Attend to this rank's visible keys, see :func:`.attend.launch`."""
     batch, new, q_heads, dim = q.shape
     if 0 in q.shape:
         return
@@ -423,32 +396,23 @@ def launch(
         return ctas, wide, grid, scratch(tables, grid, batch * kv_heads * grid.blocks, dim_v)
 
     ctas, wide, grid, (pieces, arrived) = tables.memo.once(key, divide)
-    some_tensors = (*result, call.tree, score.sink, pool.k_scale, pool.v_scale)
-    tensors = [
+    tensors = (
         q, pool.k, pool.v, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces, arrived,
-        *(x for x in some_tensors if x is not None),
-    ]  # fmt: skip
+        *result, call.tree, score.sink, pool.k_scale, pool.v_scale,
+    )  # fmt: skip
+    group, tile = q_heads // kv_heads, TILE.value * wide
+    some = grid.some(new * group)
     with on_device(q):
-        some = grid.some(new * q_heads // kv_heads)
-        if _launches.again(key, tensors):
-            if some > ALONE:
-                combine(q, pieces, pool, tables, score, call, grid, result)
-            return
-        scale, inner = score.softmax_scale * LOG2E, None
-        if score.softcap:
-            scale, inner = score.softcap * LOG2E, score.softmax_scale / score.softcap
-        group, tile = q_heads // kv_heads, TILE.value * wide
-        launched = dispatch(
+        _launches.repeat(key, tensors, lambda: dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),
             *(None if x is None else view(x, (1, tile)) for x in (pool.k_scale, pool.v_scale)),
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
-            pieces, arrived, *result, score.sink, batch, scale, inner,
+            pieces, arrived, *result, score.sink, batch, *scale_and_cap(score),
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
             PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=_at_once(some, dim_v, wide),
             ALONE=some <= ALONE, STEP=grid.step, STAGES=_stages(pool, grid.rows, ctas, tile),
             num_warps=4 * wide, maxnreg=_registers(ctas, wide), launch_pdl=True,
-        )  # fmt: skip
-        _launches.remember(key, tensors, launched)
+        ))  # fmt: skip
         if some > ALONE:
             combine(q, pieces, pool, tables, score, call, grid, result)
 

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..contract import LOG2E, LONGEST_SUM, Score
+from ..contract import Score
 from ..hopper.primitives import (
     FREE_BARRIERS,
     async_load,
@@ -53,12 +53,12 @@ from ..hopper.primitives import (
     tiles_like,
     wait_for_launch_before,
 )
-from ..hopper.tensor_maps import readable, view
-from ..launch import Launches, capability, dispatch, multiprocessors, on_device
+from ..hopper.tensor_maps import view
+from ..launch import Launches, dispatch, multiprocessors, on_device
 from .combine import combine
 from .grid import Grid, scratch
-from .hopper_pieces import capped, finite, part_of, query_rows, share_of, tree_depth
-from .operands import Call, Pool, Tables, tile_size
+from .hopper_pieces import capped, declined, finite, intervals, part_of, query_rows, scale_and_cap, share_of
+from .operands import Call, Pool, Tables
 
 DIM, DIM_V = 576, 512
 BOX = gl.constexpr(64)  # slots of a tile, and slots and columns that one copy moves: 8 KB
@@ -238,19 +238,9 @@ def _first_consumer(
                 q_regs = q_regs + (q_s.index(i).load(Q_REG),)  # type: ignore[assignment]  # noqa: RUF005
             # Intervals of the rows.
             new, nth, alive = query_rows(block, NEW, GROUP, ROWS, ROW)
-            bits = gl.zeros([ROWS], gl.int64, ROW)
-            depth = new
-            last = new
-            if TREE:
-                bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
-                depth = tree_depth(bits, new)
-                last = new * 0 + NEW - 1
-            s0 = gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0)
-            s1 = gl.load(ends_ptr + b * NEW + last, mask=alive, other=0)
-            full_first = gl.max(gl.where(alive, s0, 0), axis=0)
-            full_past = gl.min(gl.where(alive, s1, 2**31 - 1), axis=0)
-            if TREE:
-                full_past = gl.minimum(full_past, first_new)
+            bits, s0, s1, full_first, full_past = intervals(
+                starts_ptr, ends_ptr, tree_ptr, b, new, alive, first_new, NEW, ROWS, TREE, ROW
+            )
             m = gl.full([ROWS], float("-inf"), gl.float32, ROW)
             l = gl.zeros([ROWS], gl.float32, ROW)
             o = gl.zeros([ROWS, FIRST], gl.float32, O_L)
@@ -406,31 +396,13 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
         return f"dtypes {q.dtype} of q and {pool.k.dtype} of pages; it has bfloat16 and float16 for both"
     if (q.shape[-1], pool.v.shape[-1], pool.shared_values) != (DIM, DIM_V, True):
         return f"head dims {q.shape[-1]} and {pool.v.shape[-1]}; it has {DIM} and {DIM_V} with shared values"
-    if tile_size(pool.page_size) != BOX.value:
-        return f"pages of {pool.page_size} slots; it has multiples of {BOX.value}"
-    if score.alibi_slopes is not None or score.softmax_scale <= 0:
-        return "ALiBi, or a scale that is not positive"
-    if call.fixed_split:
-        return "fixed_split"
-    if not q.is_cuda or capability(q.device) != (9, 0):
-        return f"device {q.device} does not have compute capability 9.0"
-    if not readable(pool.k):
-        return f"k with strides {tuple(pool.k.stride())} is not laid out in steps of 16 bytes, as TMA needs"
-    keys, kv_heads = tables.table.shape[1] * pool.page_size, pool.k.shape[0]
-    if keys > LONGEST_SUM and len(q) * kv_heads * keys > LONGEST_SUM * _grid(q, pool).programs:
-        return f"sums of more than {LONGEST_SUM} keys in a program"
-    return None
+    return declined(q, pool, tables, score, call, BOX.value, _blocks(q, pool))
 
 
 def launch(
     q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, result: tuple[Tensor, Tensor | None]
 ) -> None:
-    """Attend to this rank's visible keys.
-
-    Args:
-        result: written: a state (batch, new, q_heads, head_dim_v + 2) float32 and None, without a sink; or ``out`` and
-            ``lse``, where one rank holds all keys.
-    """
+    """Attend to this rank's visible keys, see :func:`.attend.launch`."""
     batch, new, q_heads, _ = q.shape
     if 0 in q.shape:
         return
@@ -441,32 +413,28 @@ def launch(
         q.device, q.dtype, q.shape, q.stride(), pool.k.shape, pool.k.stride(), pool.page_size, tables.table.stride(0),
         score.softmax_scale, score.softcap, call.tree is None,
     )  # fmt: skip
-    tensors = [q, pool.k, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces]
-    if call.tree is not None:
-        tensors.append(call.tree)
+    tensors = (q, pool.k, tables.table, tables.start, tables.end, tables.first_new, tables.tiles, pieces, call.tree)
+    blocks = grid.rows // ROWS.value
     with on_device(q):
-        if not _launches.again(key, tensors):
-            scale, inner = score.softmax_scale * LOG2E, None
-            if score.softcap:
-                scale, inner = score.softcap * LOG2E, score.softmax_scale / score.softcap
-            blocks = grid.rows // ROWS.value
-            launched = dispatch(
-                _attend, (grid.programs, blocks), q, *q.stride()[:3], view(pool.k, (1, BOX.value, BOX.value)), pool.k,
-                pool.k.stride(0), tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new,
-                tables.tiles, call.tree, pieces, batch, scale, inner,
-                NEW=new, GROUP=q_heads // kv_heads, KV_HEADS=kv_heads, BLOCKS=blocks, PAGE=pool.page_size,
-                BATCH_P2=grid.batch_p2(batch), AHEAD=AHEAD if pool.k.stride(1) == DIM else 0, num_warps=4,
-                maxnreg=168, launch_pdl=True,
-            )  # fmt: skip
-            _launches.remember(key, tensors, launched)
+        _launches.repeat(key, tensors, lambda: dispatch(
+            _attend, (grid.programs, blocks), q, *q.stride()[:3], view(pool.k, (1, BOX.value, BOX.value)), pool.k,
+            pool.k.stride(0), tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new,
+            tables.tiles, call.tree, pieces, batch, *scale_and_cap(score),
+            NEW=new, GROUP=q_heads // kv_heads, KV_HEADS=kv_heads, BLOCKS=blocks, PAGE=pool.page_size,
+            BATCH_P2=grid.batch_p2(batch), AHEAD=AHEAD if pool.k.stride(1) == DIM else 0, num_warps=4,
+            maxnreg=168, launch_pdl=True,
+        ))  # fmt: skip
         combine(q, pieces, pool, tables, score, call, grid, result)
 
 
 def _grid(q: Tensor, pool: Pool) -> Grid:
     """Return the division of the work as :mod:`.combine` sees it: tiles of rows run side by side, and their pieces are
     one piece of all rows."""
-    batch, new, q_heads, _ = q.shape
-    kv_heads = pool.k.shape[0]
-    blocks = -(-new * (q_heads // kv_heads) // ROWS.value)
+    blocks = _blocks(q, pool)
     programs = max(1, multiprocessors(q.device) // blocks)
-    return Grid(blocks * ROWS.value, 1, programs, 0, programs + batch * kv_heads)
+    return Grid(blocks * ROWS.value, 1, programs, 0, programs + len(q) * pool.k.shape[0])
+
+
+def _blocks(q: Tensor, pool: Pool) -> int:
+    """Return the tiles of rows of one row of the step and key head."""
+    return -(-q.shape[1] * (q.shape[2] // pool.k.shape[0]) // ROWS.value)

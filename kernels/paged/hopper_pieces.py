@@ -1,4 +1,4 @@
-"""Device functions in Gluon of the paged kernels for Hopper: shares of the tiles, rows of queries, sums of pieces.
+"""What the paged kernels for Hopper share: refusals, and in Gluon shares of the tiles, rows of queries, sums of pieces.
 
 The division of the work and the pieces are those of :mod:`.attend`, and :mod:`.pieces` has the like in Triton. Scores
 and maxima are to the base 2. Contract: operands.py.
@@ -6,10 +6,50 @@ and maxima are to the base 2. Contract: operands.py.
 
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..triton.primitives import LN2, LOG2E
+from ..contract import LONGEST_SUM, Score
+from ..hopper.tensor_maps import readable
+from ..launch import capability, multiprocessors
+from ..triton.primitives import LN2, LOG2E, ScoreArguments
+from .operands import Call, Pool, Tables, tile_size
+
+# ---------------------------------------------------------------- host
+
+
+def declined(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, tile: int, blocks: int = 1) -> str | None:
+    """Return None if these kernels can run, as far as that does not follow from dtypes and head dims, otherwise the
+    reason.
+
+    Args:
+        blocks: tiles of rows that run side by side.
+    """
+    if tile_size(pool.page_size) != tile:
+        return f"pages of {pool.page_size} slots; it has multiples of {tile}"
+    if score.alibi_slopes is not None or score.softmax_scale <= 0:
+        return "ALiBi, or a scale that is not positive"
+    if call.fixed_split:
+        return "fixed_split"
+    if not q.is_cuda or capability(q.device) != (9, 0):
+        return f"device {q.device} does not have compute capability 9.0"
+    for name, x in (("k", pool.k), ("v", pool.v), ("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
+        if x is not None and not readable(x):
+            return f"{name} with strides {tuple(x.stride())} is not laid out in steps of 16 bytes, as TMA needs"
+    keys = tables.table.shape[1] * pool.page_size
+    programs = max(1, multiprocessors(q.device) // max(1, blocks))
+    if keys > LONGEST_SUM and len(q) * pool.k.shape[0] * keys > LONGEST_SUM * programs:
+        return f"sums of more than {LONGEST_SUM} keys in a program"
+    return None
+
+
+def scale_and_cap(score: Score) -> tuple[float, float | None]:
+    """Return the factor of scores to the base 2, and that of products inside of the tanh of a softcap, if there is
+    one."""
+    s = ScoreArguments.of(score)
+    return (s.cap, s.scale) if s.SOFTCAP else (s.scale, None)
+
 
 # ---------------------------------------------------------------- the division of work
 
@@ -75,6 +115,29 @@ def tree_depth(bits, new):
     x = x + (x >> 16)
     x = x + (x >> 32)
     return (x & 0x7F).to(gl.int32)
+
+
+@gluon.jit
+def intervals(
+    starts_ptr, ends_ptr, tree_ptr, b, new, alive, first_new, NEW: gl.constexpr, ROWS: gl.constexpr,
+    TREE: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Return which new tokens each row sees, as bits of a tree, its slots ``[s0, s1)``, and those ``[full_first,
+    full_past)`` that every row sees."""
+    bits = gl.zeros([ROWS], gl.int64, L)
+    depth = new
+    last = new
+    if TREE:
+        bits = gl.load(tree_ptr + b * NEW + new, mask=alive, other=0)
+        depth = tree_depth(bits, new)
+        last = new * 0 + NEW - 1
+    s0 = gl.load(starts_ptr + b * NEW + depth, mask=alive, other=0)
+    s1 = gl.load(ends_ptr + b * NEW + last, mask=alive, other=0)
+    full_first = gl.max(gl.where(alive, s0, 0), axis=0)
+    full_past = gl.min(gl.where(alive, s1, 2**31 - 1), axis=0)
+    if TREE:
+        full_past = gl.minimum(full_past, first_new)
+    return bits, s0, s1, full_first, full_past
 
 
 @gluon.jit

@@ -124,11 +124,10 @@ def meet(state: Tensor, mailboxes: Mailboxes, sink: Tensor | None, dtype: torch.
     result = empty_result(state, mailboxes, dtype, scattered)
     world_size = len(mailboxes.addresses)  # a later group may get the addresses of one that has ended
     key = (state.device, state.shape, dtype, scattered, sink is None or sink.dtype, world_size, *mailboxes[2:])
-    tensors = [state, *mailboxes[:2], *result, *(() if sink is None else (sink,))]
+    tensors = (state, *mailboxes[:2], *result, sink)
     if state.numel():
         with on_device(state):
-            if not _launches.again(key, tensors):
-                _launches.remember(key, tensors, launch(state, mailboxes, sink, result, scattered))
+            _launches.repeat(key, tensors, lambda: launch(state, mailboxes, sink, result, scattered))
     return result
 
 

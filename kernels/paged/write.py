@@ -32,21 +32,18 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
         k.device, k.dtype, k.shape, k.stride(), v.shape, v.stride(), pool.k.shape, pool.k.stride(), pool.v.stride(),
         shared, tree is None, pool.quantized,
     )  # fmt: skip
-    scales = [None, None] if not pool.quantized else [pool.k_scale, None if shared else pool.v_scale]
-    of_values = (*(x for x in scales if x is not None), *(() if shared else (v, pool.v)))
-    tensors = [k, pool.k, pool.positions, tables.write, tables.position, *of_values, *(() if tree is None else (tree,))]
+    scales = (pool.k_scale, None if shared else pool.v_scale)
+    values = (None, None) if shared else (v, pool.v)
+    tensors = [k, pool.k, pool.positions, tables.write, tables.position, *scales, *values, tree]
     early = capability(k.device) >= (9, 0)
     with on_device(k):
-        if _launches.again(key, tensors):
-            return
-        launched = dispatch(
+        _launches.repeat(key, tensors, lambda: dispatch(
             _write, (batch * new, kv_heads), k, *k.stride()[:3], *((None, 0, 0, 0) if shared else (v, *v.stride()[:3])),
             pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
             *scales, pool.k.shape[1], pool.positions, tables.write, tables.position, tree,
             NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
             EARLY=early, num_warps=1, launch_pdl=early,
-        )  # fmt: skip
-        _launches.remember(key, tensors, launched)
+        ))  # fmt: skip
 
 
 @triton.jit
