@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable, Mapping
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -227,11 +229,9 @@ class Backend:
             own = (dk[:, inside], dv[:, inside]) if apart else None
             pieces = self._pieces_of_queries(queries.q, some, score)
             if pieces > 1:
-                of_pass = self._folded_back(queries, some, score, dq, deterministic, pieces)
+                of_pass = _store(self._folded_back(queries, some, score, dq, deterministic, pieces), own)
             else:
                 of_pass = self.backward(queries, some, score, dq, deterministic=deterministic, into=own)
-            if pieces > 1 and own is not None:
-                _store(of_pass, own)
             if not apart:
                 dk[:, inside] += of_pass[0]
                 dv[:, inside] += of_pass[1]
@@ -288,49 +288,15 @@ class Eager(Backend):
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
         return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
 
-    def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
-        return eager.forward(q, keys, score, state, finalize)
-
-    def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
-        return _store(eager.backward(queries, keys, score, dq), delivery.into)
-
-    def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
-        eager.query_gradients(queries, keys, score, dq)
-
-    def _key_gradients(self, queries, keys, score):  # type: ignore[no-untyped-def]
-        return eager.key_gradients(queries, keys, score)
-
-
-class _Compiled(Backend):
-    """A backend whose modules need Triton, and are imported when it is first asked for."""
-
-    package = ""
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
-        if not has_triton():
-            return "Triton is not installed"
-        if score.mod is not None:
-            return f"it has no score modifications ({score.mod.name}); kernel 'eager' has"
-        try:
-            module = self._module("backward" if backward else "forward")
-        except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
-            return f"it does not load with this Triton ({error})"
-        return module.unsupported(q, k, v, score)
-
     def _module(self, name: str) -> ModuleType:
-        return _load(f".{self.package}.{name}")
+        """Return the module that has the functions of the forward or of the backward."""
+        return eager
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
         return self._module("forward").forward(q, keys, score, state, finalize)
 
     def _largest(self, q, keys, score):  # type: ignore[no-untyped-def]
-        return _load(".triton.forward").largest(q, keys, score)
-
-
-class Triton(_Compiled):
-    """Portable Triton: any GPU, and Triton's interpreter on the CPU. Its backward is deterministic as it is."""
-
-    package = "triton"
+        return self._module("forward").largest(q, keys, score)
 
     def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
         return _store(self._module("backward").backward(queries, keys, score, dq), delivery.into)
@@ -342,7 +308,20 @@ class Triton(_Compiled):
         return self._module("backward").key_gradients(queries, keys, score)
 
 
-class Hopper(_Compiled):
+class Triton(Eager):
+    """Portable Triton: any GPU, and Triton's interpreter on the CPU. Its backward is deterministic as it is."""
+
+    package = "triton"
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
+        module = compiled(score, lambda: self._module("backward" if backward else "forward"))
+        return module if isinstance(module, str) else module.unsupported(q, k, v, score)
+
+    def _module(self, name: str) -> ModuleType:
+        return load(f".{self.package}.{name}")
+
+
+class Hopper(Triton):
     """Gluon kernels for sm_90. Of ordered blocks dq and some others, and at some head dims backwards or deterministic
     ones, run on the portable kernels."""
 
@@ -350,16 +329,14 @@ class Hopper(_Compiled):
     waits_for_keys = True
 
     def sums(self, q: Tensor, k: Tensor, deterministic: bool) -> tuple[int, bool]:
+        if not self.fills_delta(q, deterministic):
+            return super().sums(q, k, deterministic)
         # dq is added in memory, one tile of keys at a time: no long sum.
-        group = q.shape[2] // k.shape[2]
-        return (long_sums.heads_together(group), False) if self._adds(q, deterministic) else (group, True)
-
-    def _adds(self, q: Tensor, deterministic: bool) -> bool:
-        """Return whether these kernels run the backward, which adds to dq in memory."""
-        return bool(self._module("backward").has_kernel(q, deterministic))
+        return long_sums.heads_together(q.shape[2] // k.shape[2]), False
 
     def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
-        return self._adds(q, deterministic)
+        """Return whether these kernels run the backward: the portable ones fill no delta."""
+        return bool(self._module("backward").has_kernel(q, deterministic))
 
     def _pieces_of_queries(self, q: Tensor, keys: Keys, score: Score) -> int:
         # Positions, which ALiBi reads, are those of one batch element.
@@ -368,7 +345,7 @@ class Hopper(_Compiled):
         return self._module("tile_scheduler").pieces_of_queries(q, keys.k)
 
     def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
-        if not self._adds(queries.q, delivery.deterministic):
+        if not self.fills_delta(queries.q, delivery.deterministic):
             return BACKENDS["triton"]._backward(queries, keys, score, dq, delivery)
         return self._module("backward").backward(queries, keys, score, dq, delivery)
 
@@ -381,6 +358,9 @@ class Hopper(_Compiled):
         if keys.block.ordered and not self._module("forward").has_order(q, keys, score):
             return super()._output_into(q, keys, score, state, out)
         return self._module("forward").forward(q, keys, score, state, True, out).lse
+
+    def _largest(self, q, keys, score):  # type: ignore[no-untyped-def]
+        return BACKENDS["triton"]._largest(q, keys, score)
 
     def _query_gradients(self, queries, keys, score, dq):  # type: ignore[no-untyped-def]
         BACKENDS["triton"]._query_gradients(queries, keys, score, dq)
@@ -395,9 +375,7 @@ class Hopper(_Compiled):
         return all(self._module("tensor_maps").readable(x) for x in (k, v))
 
     def _completion_counts(self, q: Tensor, keys: Keys) -> CompletionCounts | None:
-        if not self._adds(q, False):
-            return None
-        return self._module("backward").completion_counts(q, keys)
+        return self._module("backward").completion_counts(q, keys) if self.fills_delta(q, False) else None
 
 
 class Torch(Backend):
@@ -408,30 +386,30 @@ class Torch(Backend):
         self.operators = operators  # names of torch_ops.OPERATORS
 
     def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
-        return _load(".torch_ops").unsupported(self.operators, q, k, v, score, backward)
+        return load(".torch_ops").unsupported(self.operators, q, k, v, score, backward)
 
     def fills_delta(self, q: Tensor, deterministic: bool) -> bool:
         return True
 
     def runs(self, block: Block, batch: int) -> tuple[str, str] | None:
-        return _load(".torch_ops").runs(block, batch, self.operators)
+        return load(".torch_ops").runs(block, batch, self.operators)
 
     def _portable(self, q: Tensor, keys: Keys, score: Score) -> Backend:
         return BACKENDS["eager" if not q.is_cuda or BACKENDS["triton"].unsupported(q, *keys[:2], score) else "triton"]
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
-        work = _load(".torch_ops").work(self.operators, q, keys, False)
+        work = load(".torch_ops").work(self.operators, q, keys, False)
         if work.why:
             return self._portable(q, keys, score)._forward(q, keys, score, state, finalize)
-        return _load(".torch_ops").forward(work, q, keys, score, state, finalize)
+        return load(".torch_ops").forward(work, q, keys, score, state, finalize)
 
     def _largest(self, q: Tensor, keys: Keys, score: Score) -> Tensor:
         return self._portable(q, keys, score)._largest(q, keys, score)
 
     def _backward(self, queries, keys, score, dq, delivery):  # type: ignore[no-untyped-def]
-        work = _load(".torch_ops").work(self.operators, queries.q, keys, True)
+        work = load(".torch_ops").work(self.operators, queries.q, keys, True)
         if not work.why and not delivery.deterministic:
-            return _load(".torch_ops").backward(work, queries, keys, score, dq, delivery)
+            return load(".torch_ops").backward(work, queries, keys, score, dq, delivery)
         if delivery.outputs is not None:
             begin_backward(queries, delivery.outputs, dq)
         portable = self._portable(queries.q, keys, score)
@@ -450,11 +428,6 @@ BACKENDS: dict[str, Backend] = {
 }  # fmt: skip
 
 
-def kernel_names() -> tuple[str, ...]:
-    """Return every name that ``kernel=`` takes."""
-    return ("auto", *BACKENDS)
-
-
 def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> Backend:
     """Return the backend that runs: the one named, or for ``"auto"`` the fastest that can.
 
@@ -469,32 +442,53 @@ def choose(kernel: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backwa
         return BACKENDS[name].unsupported(q, k, v, score, backward=backward)
 
     if kernel == "auto":
-        names = ("eager",) if not q.is_cuda else _load(".ranking").names(q, v, backward)
+        names = ("eager",) if not q.is_cuda else load(".ranking").names(q, v, backward)
         if (first := os.environ.get("RINGATTN_KERNEL") or "auto") != "auto":
             named(first, "RINGATTN_KERNEL")
             names = (first, *names)
         return BACKENDS[next(name for name in names if not reason(name))]
-    backend = named(kernel)
+    return able(kernel, BACKENDS, reason, f"this {'backward' if backward else 'forward'}")
+
+
+def able(kernel: str, kernels: Mapping[str, Any], reason: Callable[[str], str | None], what: str) -> Any:
+    """Return a kernel by its name, which can run ``what``.
+
+    Raises:
+        ValueError: there is none, or ``reason`` says why it cannot.
+    """
+    backend = named(kernel, "kernel", kernels)
     if why := reason(kernel):
-        able = [name for name in BACKENDS if not reason(name)]
-        way = "backward" if backward else "forward"
-        raise ValueError(f"kernel={kernel!r} cannot run this {way}: {why}; kernels that can: {able}")
+        others = [name for name in kernels if not reason(name)]
+        raise ValueError(f"kernel={kernel!r} cannot run {what}: {why}; kernels that can: {others}")
     return backend
 
 
-def named(kernel: str, source: str = "kernel") -> Backend:
+def named(kernel: str, source: str = "kernel", kernels: Mapping[str, Any] = BACKENDS) -> Any:
     """Return a backend by its name.
 
     Raises:
         ValueError: there is none; ``source`` says where the name comes from.
     """
-    if kernel not in BACKENDS:
-        raise ValueError(f"{source}={kernel!r} is unknown; use one of {', '.join(map(repr, kernel_names()))}")
-    return BACKENDS[kernel]
+    if kernel not in kernels:
+        raise ValueError(f"{source}={kernel!r} is unknown; use one of {', '.join(map(repr, ('auto', *kernels)))}")
+    return kernels[kernel]
+
+
+def compiled(score: Score, module: Callable[[], ModuleType]) -> ModuleType | str:
+    """Return a module of compiled kernels, or why there are none for this score."""
+    if not has_triton():
+        return "Triton is not installed"
+    if score.mod is not None:
+        return f"it has no score modifications ({score.mod.name}); kernel 'eager' has"
+    try:
+        return module()
+    except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
+        return f"it does not load with this Triton ({error})"
 
 
 @functools.cache
-def _load(name: str) -> ModuleType:
+def load(name: str) -> ModuleType:
+    """Return a module of this package, which may need Triton, when it is first asked for."""
     return importlib.import_module(name, __package__)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from .. import backends
 from ..contract import Result, Score, has_triton
 from . import eager
 from .operands import Call, Pool, StepState, Tables, empty_result, empty_state
@@ -19,13 +18,17 @@ class Paged:
 
     name = "eager"
 
+    def _module(self, name: str) -> ModuleType:
+        """Return the module that has some of the functions."""
+        return eager
+
     def unsupported(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
         """Return None if the backend can run this, otherwise the reason."""
         return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
 
     def write(self, k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:
         """Store the new tokens that this rank takes."""
-        eager.write(k, v, pool, tables, tree)
+        self._module("write").write(k, v, pool, tables, tree)
 
     def attend(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
         """Return the state of this rank's keys, without the sink."""
@@ -33,11 +36,11 @@ class Paged:
 
     def finish(self, states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
         """Return ``out`` and ``lse`` from the states of all ranks."""
-        return eager.finish(states, sink, dtype)
+        return self._module("finish").finish(states, sink, dtype)
 
     def add(self, states: Tensor) -> Tensor:
         """Return the state of all keys from those of several sets of keys."""
-        return eager.add(states)
+        return self._module("finish").add(states)
 
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
         """Return ``out`` and ``lse`` where one rank holds all keys."""
@@ -45,7 +48,7 @@ class Paged:
 
     def advance(self, state: StepState) -> None:
         """Move a step on to its next tokens."""
-        eager.advance(state)
+        self._module("advance").advance(state)
 
 
 class _Triton(Paged):
@@ -53,42 +56,26 @@ class _Triton(Paged):
 
     name = "triton"
 
+    def _module(self, name: str) -> ModuleType:
+        return backends.load(f".paged.{name}")
+
     def attending(self, pool: Pool) -> str:
-        """Return the module that attends to such a pool."""
+        """Return the name of the module that attends to such a pool."""
         return "attend"
 
     def unsupported(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> str | None:
-        if not has_triton():
-            return "Triton is not installed"
-        if score.mod is not None:
-            return f"it has no score modifications ({score.mod.name}); kernel 'eager' has"
-        try:
-            module = _load(self.attending(pool))
-        except (ImportError, AttributeError) as error:  # Gluon's interface changes with Triton's version
-            return f"it does not load with this Triton ({error})"
-        return module.unsupported(q, pool, tables, score, call)
-
-    def write(self, k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor | None = None) -> None:
-        _load("write").write(k, v, pool, tables, tree)
+        module = backends.compiled(score, lambda: self._module(self.attending(pool)))
+        return module if isinstance(module, str) else module.unsupported(q, pool, tables, score, call)
 
     def attend(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Tensor:
         state = empty_state(q, pool)
-        _load(self.attending(pool)).launch(q, pool, tables, score.without_sink(), call, (state, None))
+        self._module(self.attending(pool)).launch(q, pool, tables, score.without_sink(), call, (state, None))
         return state
-
-    def finish(self, states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
-        return _load("finish").finish(states, sink, dtype)
-
-    def add(self, states: Tensor) -> Tensor:
-        return _load("finish").add(states)
 
     def output(self, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Result:
         result = empty_result(q, pool)
-        _load(self.attending(pool)).launch(q, pool, tables, score, call, result)
+        self._module(self.attending(pool)).launch(q, pool, tables, score, call, result)
         return result
-
-    def advance(self, state: StepState) -> None:
-        _load("advance").advance(state)
 
 
 class _Hopper(_Triton):
@@ -100,8 +87,7 @@ class _Hopper(_Triton):
         return "hopper_latent" if pool.shared_values else "hopper"
 
 
-BACKENDS: dict[str, Paged] = {"hopper": _Hopper(), "triton": _Triton(), "eager": Paged()}
-AUTO = ("hopper", "triton", "eager")  # what "auto" tries on a GPU, in this order
+BACKENDS: dict[str, Paged] = {"hopper": _Hopper(), "triton": _Triton(), "eager": Paged()}  # the fastest first
 
 
 def choose(kernel: str, q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call) -> Paged:
@@ -110,23 +96,15 @@ def choose(kernel: str, q: Tensor, pool: Pool, tables: Tables, score: Score, cal
     Raises:
         ValueError: an unknown name, or a backend that cannot do this; the message names one that can.
     """
+
+    def reason(name: str) -> str | None:
+        return BACKENDS[name].unsupported(q, pool, tables, score, call)
+
     if kernel == "auto":
-        if not q.is_cuda:
-            return BACKENDS["eager"]
-        return next(BACKENDS[name] for name in AUTO if not BACKENDS[name].unsupported(q, pool, tables, score, call))
-    if kernel not in BACKENDS:
-        raise ValueError(f"kernel={kernel!r} is unknown; use one of {', '.join(map(repr, ('auto', *BACKENDS)))}")
-    if why := BACKENDS[kernel].unsupported(q, pool, tables, score, call):
-        able = [name for name, backend in BACKENDS.items() if not backend.unsupported(q, pool, tables, score, call)]
-        raise ValueError(f"kernel={kernel!r} cannot run decode(): {why}; kernels that can: {able}")
-    return BACKENDS[kernel]
+        return BACKENDS["eager" if not q.is_cuda else next(name for name in BACKENDS if not reason(name))]
+    return backends.able(kernel, BACKENDS, reason, "decode()")
 
 
 def advance(state: StepState) -> None:
     """Move a step on to its next tokens, in one launch where its tables are on a GPU."""
     BACKENDS["triton" if state.counts.is_cuda and has_triton() else "eager"].advance(state)
-
-
-@functools.cache
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(f".{name}", __package__)

@@ -105,7 +105,7 @@ def _launch(
     tma = all(primitives.has_tma(x) for x in (q, k, v) if x is not None)
     s = ScoreArguments.of(score)
     group = tiles.group if heads % tiles.group == 0 else 1
-    unit = stride_unit(q, k, v, carried and carried.o, outputs[2])
+    unit = stride_unit(q, k, v, None if carried is None else carried.o, outputs[2])
     # float32 products are accumulated outside of the tensor cores, with rounding
     period = 0 if q.dtype == torch.float32 or v is None else block.period
     n_tiles = rows.shape[0]
