@@ -20,8 +20,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     if _compiled(out, dtype):
         from .triton.begin import row_dot
 
-        delta = row_dot(out, dout)
-        return (delta if dlse is None else delta - dlse.to(dtype)).contiguous()
+        return row_dot(out, dout, dlse)
     delta = torch.empty(out.shape[0], out.shape[2], out.shape[1], dtype=dtype, device=out.device)
     _fill(delta, Outputs(out, dlse), dout)
     return delta

@@ -39,20 +39,11 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         assert state is None
         q, keys = _whole(q, 1), keys._replace(block=_whole_tiles_of_queries(block))
         block = keys.block
-    batch, seq_q, q_heads, _ = q.shape
-    dtype = accumulation_dtype(q)
     if state is None:
-        m = torch.full((batch, q_heads, seq_q), float("-inf"), dtype=dtype, device=q.device)
-        l, o = torch.zeros_like(m), q.new_zeros(batch, seq_q, q_heads, v.shape[-1], dtype=dtype)
-    else:
-        m, l, o = (x.clone() for x in state)
-    if score.sink is not None and state is None:  # a key with this score and a value of zero
-        logit = score.sink.to(dtype)[:, None]
-        m_old, m = m, torch.maximum(m, logit)
-        reference = torch.where(m == float("-inf"), 0.0, m)
-        alpha = torch.exp(m_old - reference)
-        l, o = l * alpha + torch.exp(logit - reference), o * _per_row(alpha)
-
+        state = Partial.empty_like(q, v)
+        state = state if score.sink is None else state.add_sink(score.sink)
+    m, l, o = (x.clone() for x in state)
+    dtype = m.dtype
     for tile in _tiles(block, q.device):
         rows, cols, _ = tile
         s, _ = _scores(q, keys, score, tile)
@@ -67,9 +58,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
 
     if not finalize:
         return Partial(m[..., :rows_of_q], l[..., :rows_of_q], o[:, :rows_of_q])
-    nonempty = l != 0
-    out = o / _per_row(torch.where(nonempty, l, 1.0))
-    lse = torch.where(nonempty, m + torch.log(l), float("-inf"))
+    out, lse = Partial(m, l, o).finalize()
     return Result(out[:, :rows_of_q].to(q.dtype), lse[..., :rows_of_q])
 
 
@@ -176,18 +165,25 @@ def _scores(q: Tensor, keys: Keys, score: Score, tile: _Tile) -> tuple[Tensor, T
     q_rows = q[:, rows].to(dtype).transpose(1, 2)
     s = _grouped(q_rows, k[:, cols].to(dtype), transpose=True) * score.softmax_scale
     slope: Tensor | float = 1.0
+    if not score.plain:
+        positions_q, positions_k = block.positions(q.device)
+        s, slope = changed(s, score, positions_q[rows], positions_k[cols])
+    return (s if hidden is None else s.masked_fill(hidden, float("-inf"))), slope
+
+
+def changed(s: Tensor, score: Score, positions_q: Tensor, positions_k: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Return scaled products (batch, q_heads, m, n) after all other changes of a score, and the derivative by them."""
+    slope: Tensor | float = 1.0
     if score.softcap:
         t = torch.tanh(s / score.softcap)
         s, slope = score.softcap * t, 1 - t * t
     if score.alibi_slopes is not None:
-        positions_q, positions_k = block.positions(q.device)
-        distance = (positions_q[rows, None] - positions_k[None, cols]).abs().to(dtype)
-        s = s - score.alibi_slopes.to(dtype).reshape(-1, q.shape[2], 1, 1) * distance
+        distance = (positions_q[:, None] - positions_k).abs().to(s.dtype)
+        s = s - score.alibi_slopes.to(s.dtype).reshape(-1, s.shape[1], 1, 1) * distance
     if score.mod is not None:
-        positions_q, positions_k = block.positions(q.device)
-        s, factor = score.mod.apply(s, positions_q[rows], positions_k[cols])
+        s, factor = score.mod.apply(s, positions_q, positions_k)
         slope = slope * factor
-    return (s if hidden is None else s.masked_fill(hidden, float("-inf"))), slope
+    return s, slope
 
 
 def _grouped(x: Tensor, y: Tensor, transpose: bool = False) -> Tensor:

@@ -323,7 +323,9 @@ def on_device(x: Tensor) -> AbstractContextManager:
 
 @functools.lru_cache(64)
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU. The driver is asked once."""
+    """Return the compute capability; (0, 0) for the interpreter and for GPUs that are not NVIDIA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
     return torch.cuda.get_device_capability(device)
 
 

@@ -215,9 +215,7 @@ def forward(work: Work, q: Tensor, keys: Keys, score: Score, state: Partial | No
         state = Partial(m, l, result.lse.new_empty(shape))
     elif state is None:
         state = Partial.empty_like(q, keys.v)
-        if score.sink is not None:
-            m = score.sink[:, None].expand_as(state.m).clone(memory_format=torch.contiguous_format)
-            state = Partial(m, torch.ones_like(m), state.o)
+        state = state if score.sink is None else state.add_sink(score.sink)
     everything = slice(0, len(q)), slice(0, shape[1])
     for number, (where, part) in enumerate(_results(work, q, keys, score)):
         if finalize and number == len(work.launches) - 1 and where == everything:

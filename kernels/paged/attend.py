@@ -31,13 +31,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..contract import PERIOD, Score
-from ..launch import Launches, dispatch, multiprocessors, on_device
+from ..launch import Launches, capability, dispatch, multiprocessors, on_device
 from ..triton.launch_parameters import padded
 from ..triton.primitives import (
     INTERPRETED,
     ScoreArguments,
     bound,
-    capability,
     dot,
     dot_precision,
     has_tma,
@@ -355,7 +354,8 @@ def _add_if_last(
         tl.store(arrived + u, 0)
         new, g, alive = query_rows(block * (ROWS // SOME), NEW, GROUP, SOME)
         m, l, o = sum_pieces(pieces, first, count, 0, alive, ROWS, SOME, DIM_V, DIM_V_P2, AT_ONCE)
-        store_result(m, l, o, out, lse, sink, b, new, h * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, DIM_V_P2)
+        cols = tl.arange(0, DIM_V_P2)
+        store_result(m, l, o, out, lse, sink, b, new, h * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, cols)
 
 
 # These vary from step to step, or need no kernel of their own.
@@ -445,5 +445,5 @@ def _store_empty(
             o = tl.zeros([SOME, DIM_V_P2], tl.float32)
             store_result(
                 m, tl.zeros([SOME], tl.float32), o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive,
-                KV_HEADS * GROUP, NEW, DIM_V, DIM_V_P2,
+                KV_HEADS * GROUP, NEW, DIM_V, tl.arange(0, DIM_V_P2),
             )  # fmt: skip

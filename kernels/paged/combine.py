@@ -12,9 +12,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..contract import Score
-from ..launch import Launches, dispatch
+from ..launch import Launches, capability, dispatch
 from ..triton.launch_parameters import padded
-from ..triton.primitives import capability
 from .grid import Grid
 from .operands import Call, Pool, Tables, tile_size
 from .pieces import query_rows, store_result, sum_pieces
@@ -80,6 +79,5 @@ def _combine(
     new, g, alive = query_rows(h % BLOCKS * (ROWS // SOME) + part, NEW, GROUP, SOME)
     col = tl.program_id(2) * COLUMNS
     m, l, o = sum_pieces(pieces, first, count, part * SOME, alive, ROWS, SOME, DIM_V, COLUMNS, AT_ONCE, col)
-    store_result(
-        m, l, o, out, lse, sink, b, new, h // BLOCKS * GROUP + g, alive, KV_HEADS * GROUP, NEW, DIM_V, COLUMNS, col
-    )
+    cols, head = col + tl.arange(0, COLUMNS), h // BLOCKS * GROUP + g
+    store_result(m, l, o, out, lse, sink, b, new, head, alive, KV_HEADS * GROUP, NEW, DIM_V, cols)

@@ -6,12 +6,14 @@ bits of a row never depend on the others.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import LOG2E, Result, Score, accumulation_dtype
+from ..eager import changed
 from .operands import Call, Pool, StepState, Tables, tile_size
 from .quantize import quantize, stored
 
@@ -184,16 +186,11 @@ def _add(state: Tensor, q: Tensor, keys: _Keys, pool: Pool, tables: Tables, scor
     group = q_heads // k.shape[0]
     rows = q.to(dtype).view(new, k.shape[0], group, -1)
     s = torch.einsum("nhgd,hsd->nhgs", rows, k).reshape(new, q_heads, -1) * score.softmax_scale
-    if score.softcap:
-        s = score.softcap * torch.tanh(s / score.softcap)
-    positions_q, positions_k = _positions(tables, call.tree)[keys.row], torch.where(visible, pool.positions[at], 0)
-    if score.alibi_slopes is not None:
-        slopes = score.alibi_slopes.to(dtype)
-        slopes = slopes[keys.row] if slopes.ndim == 2 else slopes
-        s = s - slopes[:, None] * (positions_q[:, None] - positions_k).abs().to(dtype)[:, None]
-    if score.mod is not None:
-        changed, _ = score.mod.apply(s.transpose(0, 1)[None], positions_q, positions_k)
-        s = changed[0].transpose(0, 1)
+    if not score.plain:
+        slopes = score.alibi_slopes
+        of_row = replace(score, alibi_slopes=slopes[keys.row] if slopes is not None and slopes.ndim == 2 else slopes)
+        positions = _positions(tables, call.tree)[keys.row], torch.where(visible, pool.positions[at], 0)
+        s = changed(s.transpose(0, 1)[None], of_row, *positions)[0][0].transpose(0, 1)
     s = torch.where(keys.seen[:, None], s * LOG2E, float("-inf"))
     m_old = state[..., -2].clone()
     m = torch.maximum(m_old, s.amax(-1))

@@ -88,4 +88,5 @@ def _finish(
     token, head = r // heads, r % heads
     at = states + token.to(tl.int64) * of_token + head * (DIM_V + 2)
     m, l, o = sum_states(at, of_rank, alive, WORLD, DIM_V, DIM_V_P2, ROWS)
-    store_result(m, l, o, out, lse, sink, token // NEW, token % NEW, head, alive, heads, NEW, DIM_V, DIM_V_P2)
+    cols = tl.arange(0, DIM_V_P2)
+    store_result(m, l, o, out, lse, sink, token // NEW, token % NEW, head, alive, heads, NEW, DIM_V, cols)

@@ -51,11 +51,11 @@ from .hopper_pieces import (
     query_rows,
     scale_and_cap,
     share_of,
-    store_rows,
     sum_layout,
     sum_pieces,
 )
 from .operands import Call, Pool, Tables
+from .pieces import store_result
 
 TILE = gl.constexpr(64)
 
@@ -195,8 +195,7 @@ def _tile(
 def _consumer(
     args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
     SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BATCH_P2: gl.constexpr, AT_ONCE: gl.constexpr,
-    TREE: gl.constexpr, SOFTCAP: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr, STAGES: gl.constexpr,
-    ALONE: gl.constexpr,
+    TREE: gl.constexpr, SOFTCAP: gl.constexpr, FINAL: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
@@ -216,6 +215,7 @@ def _consumer(
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     SUM_O: gl.constexpr = gl.SliceLayout(0, sum_layout(AT_ONCE, SOME, DV, gl.num_warps()))
     SUM_L: gl.constexpr = gl.SliceLayout(1, SUM_O)
+    SUM_COLS: gl.constexpr = gl.SliceLayout(0, SUM_O)
     programs = gl.num_programs(0)
     wait_for_launch_before()
     if not (ALONE and FINAL):
@@ -228,9 +228,9 @@ def _consumer(
                     new, nth, some = query_rows(u % BLOCKS * (ROWS // SOME), NEW, GROUP, SOME, SUM_L)
                     none = gl.full([SOME], float("-inf"), gl.float32, SUM_L)
                     zeros = gl.zeros([SOME, DV], gl.float32, SUM_O)
-                    store_rows(
+                    store_result(
                         none, gl.zeros([SOME], gl.float32, SUM_L), zeros, out_ptr, lse_ptr, sink_ptr, b, new,
-                        u % HEADS // BLOCKS * GROUP + nth, some, Q_HEADS, NEW, DV, FINAL, HAS_SINK,
+                        u % HEADS // BLOCKS * GROUP + nth, some, Q_HEADS, NEW, DV, gl.arange(0, DV, SUM_COLS), False,
                     )  # fmt: skip
     g = 0
     for u in range(unit, past_unit):
@@ -290,9 +290,9 @@ def _consumer(
                     m_sum, l_sum, o_sum = sum_pieces(
                         pieces_ptr, base // per + u, expected, some, ROWS, SOME, DV, AT_ONCE
                     )
-                    store_rows(
+                    store_result(
                         m_sum, l_sum, o_sum, out_ptr, lse_ptr, sink_ptr, b, token, h * GROUP + of_group, some, Q_HEADS,
-                        NEW, DV, FINAL, HAS_SINK,
+                        NEW, DV, gl.arange(0, DV, SUM_COLS), False,
                     )  # fmt: skip
 
 
@@ -310,7 +310,6 @@ def _attend(
     HEADS: gl.constexpr = KV_HEADS * BLOCKS
     TREE: gl.constexpr = tree_ptr is not None
     FINAL: gl.constexpr = lse_ptr is not None
-    HAS_SINK: gl.constexpr = sink_ptr is not None
     SOFTCAP: gl.constexpr = inner is not None
     k_s = tiles_like(k_desc, STAGES)
     v_s = tiles_like(v_desc, STAGES)
@@ -355,7 +354,7 @@ def _attend(
     gl.warp_specialize(
         [
             (_consumer, (consumer, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, D, DV, BATCH_P2, AT_ONCE, TREE, SOFTCAP,
-                         FINAL, HAS_SINK, STAGES, ALONE)),
+                         FINAL, STAGES, ALONE)),
             (_producer, (producer, HEADS, BLOCKS, NEW, PAGE, STAGES)),
         ],
         [1],

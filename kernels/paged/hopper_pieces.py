@@ -13,8 +13,9 @@ from triton.experimental.gluon import language as gl
 from ..contract import LONGEST_SUM, Score
 from ..hopper.tensor_maps import readable
 from ..launch import capability, multiprocessors
-from ..triton.primitives import LN2, LOG2E, ScoreArguments
+from ..triton.primitives import ScoreArguments
 from .operands import Call, Pool, Tables, tile_size
+from .pieces import tree_depth
 
 # ---------------------------------------------------------------- host
 
@@ -32,7 +33,7 @@ def declined(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, ti
         return "ALiBi, or a scale that is not positive"
     if call.fixed_split:
         return "fixed_split"
-    if not q.is_cuda or capability(q.device) != (9, 0):
+    if capability(q.device) != (9, 0):
         return f"device {q.device} does not have compute capability 9.0"
     for name, x in (("k", pool.k), ("v", pool.v), ("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
         if x is not None and not readable(x):
@@ -105,19 +106,6 @@ def query_rows(block, NEW: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr
 
 
 @gluon.jit
-def tree_depth(bits, new):
-    """Return the number of set bits below bit ``new``: the depth of this node."""
-    x = bits & ((gl.full_like(bits, 1) << new.to(gl.int64)) - 1)
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    x = x + (x >> 8)
-    x = x + (x >> 16)
-    x = x + (x >> 32)
-    return (x & 0x7F).to(gl.int32)
-
-
-@gluon.jit
 def intervals(
     starts_ptr, ends_ptr, tree_ptr, b, new, alive, first_new, NEW: gl.constexpr, ROWS: gl.constexpr,
     TREE: gl.constexpr, L: gl.constexpr,
@@ -153,35 +141,6 @@ def capped(s, inner):
 def finite(m):
     """Return m as a point of reference: 0 where nothing was seen, so that -inf - m stays -inf."""
     return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def store_rows(
-    m, l, o, out_ptr, lse_ptr, sink_ptr, b, new, head, alive, Q_HEADS: gl.constexpr, NEW: gl.constexpr,
-    DV: gl.constexpr, FINAL: gl.constexpr, HAS_SINK: gl.constexpr,
-):  # fmt: skip
-    """Store finished rows (SOME, DV): as out and lse with the sink, or as a state."""
-    L: gl.constexpr = o.type.layout
-    cols = gl.arange(0, DV, gl.SliceLayout(0, L))
-    token = b.to(gl.int64) * NEW + new
-    if FINAL:
-        if HAS_SINK:
-            logit = gl.load(sink_ptr + head, mask=alive, other=0.0).to(gl.float32) * LOG2E
-            top = gl.maximum(m, logit)
-            kept = gl.exp2(m - top)
-            l = l * kept + gl.exp2(logit - top)
-            o = o * kept[:, None]
-            m = top
-        some = gl.where(l == 0, 1.0, l)
-        at = out_ptr + (token * Q_HEADS + head) * DV
-        gl.store(at[:, None] + cols[None, :], (o / some[:, None]).to(out_ptr.dtype.element_ty), mask=alive[:, None])
-        at = lse_ptr + (b.to(gl.int64) * Q_HEADS + head) * NEW + new
-        gl.store(at, gl.where(l == 0, float("-inf"), (m + gl.log2(some)) * LN2), mask=alive)
-    else:
-        at = out_ptr + (token * Q_HEADS + head) * (DV + 2)
-        gl.store(at[:, None] + cols[None, :], o, mask=alive[:, None])
-        gl.store(at + DV, m, mask=alive)
-        gl.store(at + DV + 1, l, mask=alive)
 
 
 @gluon.constexpr_function

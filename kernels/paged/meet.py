@@ -42,9 +42,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ..contract import Result
-from ..launch import Launched, Launches, dispatch, on_device, prepare
+from ..launch import Launched, Launches, capability, dispatch, on_device, prepare
 from ..triton.launch_parameters import padded
-from ..triton.primitives import INTERPRETED, bound, capability, store_release
+from ..triton.primitives import INTERPRETED, bound, store_release
 from .finish import sum_states
 from .grid import power_of_two
 from .operands import part
@@ -285,12 +285,12 @@ def _meet(
         first, count = _part(rank, heads, WORLD, SCATTERED)
         logits = sink if sink is None else sink + first
         step = tl.num_programs(0) * ROWS
-        r = tl.arange(0, ROWS)
+        r, cols = tl.arange(0, ROWS), tl.arange(0, DIM_V_P2)
         for begin in tl.range(bound(pid * ROWS), bound(rows), bound(step)):
             row = begin + r
             token, head = row // heads, row % heads - first
             alive = (row < rows) & (head >= 0) & (head < count)
             at = _rows(mailbox, pid * 0, number, (begin // step) * ROWS + r, WORLD, WIDTH)
             m, l, o = sum_states(at, PROGRAMS * REGION // 4, alive, WORLD, DIM_V, DIM_V_P2, ROWS)
-            store_result(m, l, o, out, lse, logits, token // NEW, token % NEW, head, alive, count, NEW, DIM_V, DIM_V_P2)
+            store_result(m, l, o, out, lse, logits, token // NEW, token % NEW, head, alive, count, NEW, DIM_V, cols)
         tl.store(counts + pid, number)

@@ -3,6 +3,8 @@
 A piece is the part of one (row of the step, key head) that one program attends to. It leaves its state in float32 in a
 slot of scratch memory that no other piece has. The program whose piece arrives last adds all of them, in their order,
 so that the bits do not depend on which one that is.
+
+:func:`tree_depth` and :func:`store_result` make no tensor of their own, so that kernels in Gluon call them, too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def query_rows(block, NEW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def tree_depth(bits, new):
     """Return the number of set bits below bit ``new``: the depth of this node."""
-    x = bits & ((tl.full([1], 1, tl.int64) << new.to(tl.int64)) - 1)
+    x = bits & (((bits * 0 + 1) << new.to(tl.int64)) - 1)
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -73,18 +75,17 @@ def sum_pieces(
 
 @triton.jit
 def store_result(
-    m, l, o, out, lse, sink, row, new, head, alive, Q_HEADS, NEW: tl.constexpr,
-    DIM_V: tl.constexpr, COLUMNS: tl.constexpr, col=0,
+    m, l, o, out, lse, sink, row, new, head, alive, Q_HEADS, NEW: tl.constexpr, DIM_V: tl.constexpr, cols,
+    CUT: tl.constexpr = True,
 ):  # fmt: skip
-    """Store COLUMNS columns from ``col`` on of a finished (m, l, o): with ``lse`` as out (batch, NEW,
-    Q_HEADS, DIM_V) and lse (batch, Q_HEADS, NEW), with the sink; without it as a state (batch, NEW, Q_HEADS,
-    DIM_V + 2)."""
-    cols = col + tl.arange(0, COLUMNS)
+    """Store columns of a finished (m, l, o), with CUT those before DIM_V: with ``lse`` as out (batch, NEW, Q_HEADS,
+    DIM_V) and lse (batch, Q_HEADS, NEW), with the sink; without it as a state (batch, NEW, Q_HEADS, DIM_V + 2)."""
     token = row.to(tl.int64) * NEW + new
-    inside = alive[:, None] & (cols < DIM_V)[None, :]
+    if CUT:
+        inside = alive[:, None] & (cols < DIM_V)[None, :]
     if lse is None:
         at = out + (token * Q_HEADS + head) * (DIM_V + 2)
-        tl.store(at[:, None] + cols[None, :], o, mask=inside)
+        tl.store(at[:, None] + cols[None, :], o, mask=inside if CUT else alive[:, None])
         tl.store(at + DIM_V, m, mask=alive)
         tl.store(at + DIM_V + 1, l, mask=alive)
     else:
@@ -97,6 +98,10 @@ def store_result(
             m = m_new
         some = tl.where(l == 0, 1.0, l)
         at = out + (token * Q_HEADS + head) * DIM_V
-        tl.store(at[:, None] + cols[None, :], (o / some[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            at[:, None] + cols[None, :],
+            (o / some[:, None]).to(out.dtype.element_ty),
+            mask=inside if CUT else alive[:, None],
+        )
         at = lse + (row.to(tl.int64) * Q_HEADS + head) * NEW + new
         tl.store(at, tl.where(l == 0, float("-inf"), (m + tl.log2(some)) * LN2), mask=alive)

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..launch import Launches, dispatch, on_device
+from ..launch import Launches, capability, dispatch, on_device
 from ..triton.launch_parameters import padded
-from ..triton.primitives import INTERPRETED, capability, last_contiguous
+from ..triton.primitives import INTERPRETED, last_contiguous
 from . import quantize
 from .operands import Pool, Tables
 from .pieces import tree_depth

@@ -29,14 +29,14 @@ class Statistics(NamedTuple):
     shift: float
 
 
-def row_dot(out: Tensor, dout: Tensor) -> Tensor:
-    """Return the sums over the last dimension of ``out * dout``, (batch, heads, seq) float32.
+def row_dot(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """Return the sums over the last dimension of ``out * dout``, minus dlse, (batch, heads, seq) float32.
 
     Both are (batch, seq, heads, dim) with any strides.
     """
     batch, seq, heads, _ = out.shape
     delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=out.device)
-    _launch(Outputs(out), dout, delta, None, None, None)
+    _launch(Outputs(out, dlse), dout, delta, None, None, None)
     return delta
 
 

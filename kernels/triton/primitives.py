@@ -10,7 +10,6 @@ of one head either through a TMA descriptor or through pointers; :func:`load_til
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import contract
 from ..contract import Block, Score
+from ..launch import capability
 from .launch_parameters import Tiles, padded
 
 # Read once, because it is fixed when the kernels are decorated.
@@ -47,14 +47,6 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, score: Score) -> str | None:
     if not q.is_cuda and not INTERPRETED.value:
         return f"tensors on {q.device.type} need Triton's interpreter (TRITON_INTERPRET=1 before the first import)"
     return None
-
-
-@functools.lru_cache(64)
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; (0, 0) for the interpreter and for GPUs that are not NVIDIA's."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return (0, 0)
-    return torch.cuda.get_device_capability(device)
 
 
 def has_tma(x: Tensor) -> bool:
