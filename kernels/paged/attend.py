@@ -186,13 +186,15 @@ def _scales(scale, h, at, first, past, slots, TILE: tl.constexpr, CUT: tl.conste
 
 @triton.jit
 def _tile(
-    m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, h, slot, page, first, past, s0,
-    s1, bits, first_new, pos_q, slope, scale, cap,
+    m, l, o, pool, rows, h, slot, page, scale, cap,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the slots ``[slot, slot + TILE)``, which lie in ``page``, to (m, l, o)."""
+    """Add the slots ``[slot, slot + TILE)``, which lie in ``page``, to (m, l, o). ``pool``, ``rows``: see
+    :func:`_piece`."""
+    k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions = pool
+    query, rest, first, past, s0, s1, bits, first_new, pos_q, slope = rows
     at = page * PAGE + slot % PAGE
     nth = tl.arange(0, TILE)
     dtype: tl.constexpr = query.dtype
@@ -233,8 +235,7 @@ def _tile(
 
 @triton.jit
 def _tiles_of_piece(
-    m, l, o, lo, hi, jump_at, jump_to, begin, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions,
-    pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap,
+    m, l, o, lo, hi, jump_at, jump_to, begin, pool, rows, pages, h, scale, cap,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -253,9 +254,8 @@ def _tiles_of_piece(
             next_page = tl.load(pages + n * TILE // PAGE)
             slot = (begin + tl.where(i < jump_at, i, i - jump_at + jump_to)) * TILE
             m, l, o = _tile(
-                m, l, o, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, h, slot, page,
-                first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2,
-                PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
+                m, l, o, pool, rows, h, slot, page, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE,
+                SOFTCAP, ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
             )  # fmt: skip
             page = next_page
         kept = tl.exp2(m_flushed - tl.where(m == float("-inf"), 0.0, m))
@@ -265,15 +265,16 @@ def _tiles_of_piece(
 
 @triton.jit
 def _piece(
-    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, table, table_b, starts, ends,
-    firsts_new, position, tree, slopes, slopes_b, scale, cap, b, h, new, head, alive, first, past, begin, lo, hi,
+    q, q_b, q_n, q_h, pool, table, table_b, starts, ends, firsts_new, position, tree, slopes, slopes_b, scale, cap, b,
+    h, new, head, alive, first, past, begin, lo, hi,
     NEW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr,
     SOFTCAP: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return (m, l, o) of some query rows, ``new`` and ``head`` of row b, for tiles ``[lo, hi)``, counted from
-    ``begin``, of its slots ``[first, past)``: first the tiles that every row sees all of, then the others."""
+    ``begin``, of its slots ``[first, past)``: first the tiles that every row sees all of, then the others. ``pool``: k
+    and v, their strides, the scales and their number for each head, positions."""
     ALIBI: tl.constexpr = slopes is not None
     TREE: tl.constexpr = tree is not None
     bits = tl.zeros([ROWS], tl.int64)
@@ -306,15 +307,14 @@ def _piece(
     l = tl.zeros([ROWS], tl.float32)
     o = tl.zeros([ROWS, DIM_V_P2], tl.float32)
     pages = table + b.to(tl.int64) * table_b
+    rows = (query, rest, first, past, s0, s1, bits, first_new, pos_q, slope)
     m, l, o = _tiles_of_piece(
-        m, l, o, bound(full_lo), full_hi, full_hi, full_hi, begin, query, rest, k, v, k_h, k_s, v_h, v_s, k_scale,
-        v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap,
+        m, l, o, bound(full_lo), full_hi, full_hi, full_hi, begin, pool, rows, pages, h, scale, cap,
         DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, False, TMA, PRECISION,
         PERIOD_TILES, STAGES,
     )  # fmt: skip
     return _tiles_of_piece(
-        m, l, o, bound(lo), hi - (full_hi - full_lo), full_lo, full_hi, begin, query, rest, k, v, k_h, k_s, v_h, v_s,
-        k_scale, v_scale, slots, positions, pages, h, first, past, s0, s1, bits, first_new, pos_q, slope, scale, cap,
+        m, l, o, bound(lo), hi - (full_hi - full_lo), full_lo, full_hi, begin, pool, rows, pages, h, scale, cap,
         DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, True, TMA, PRECISION,
         PERIOD_TILES, 1,
     )  # fmt: skip
@@ -374,6 +374,7 @@ def _attend(
     ALONE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * BLOCKS
+    pool = (k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     if SPLIT > 0:
         share, past_share, unit, last_unit = pid * 0, pid * 0, pid // SPLITS, pid // SPLITS + 1
@@ -417,10 +418,9 @@ def _attend(
             head = h * GROUP + g
             if lo < hi:
                 m, l, o = _piece(
-                    q, q_b, q_n, q_h, k, v, k_h, k_s, v_h, v_s, k_scale, v_scale, slots, positions, table, table_b,
-                    starts, ends, firsts_new, position, tree, slopes, slopes_b, scale, cap, b, h, new, head, alive,
-                    first, past, begin, lo, hi, NEW, ROWS, DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE,
-                    SOFTCAP, SHARED, TMA, PRECISION, PERIOD_TILES, STAGES,
+                    q, q_b, q_n, q_h, pool, table, table_b, starts, ends, firsts_new, position, tree, slopes, slopes_b,
+                    scale, cap, b, h, new, head, alive, first, past, begin, lo, hi, NEW, ROWS, DIM, MAIN, REST, DIM_V,
+                    DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, SHARED, TMA, PRECISION, PERIOD_TILES, STAGES,
                 )  # fmt: skip
                 store_piece(pieces, slot, m, l, o, alive, ROWS, DIM_V, DIM_V_P2)
             if ALONE:

@@ -76,7 +76,7 @@ def query_gradients(queries: Queries, keys: Keys, score: Score, dq: Tensor) -> N
     inputs = Inputs.of(queries, keys, score)
     tiles = choose_tiles(inputs.q, inputs.v)
     if isinstance(tiles, WideTiles):
-        backward_large.query_gradients(inputs, tiles, dq)
+        backward_large.add_gradients(inputs, tiles, dq, None)
     else:
         _query_gradients(inputs, tiles.dq, dq)
 
@@ -248,23 +248,17 @@ def _dkdv(
         row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
         if ALIBI:
             slope = tl.load(slopes + b * slopes_b + h)
-        for m in tl.range(bound(full_begin), bound(full_end), BLOCK_M, num_stages=STAGES):
-            dk, dv = _queries(
-                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, m, b, h, n, seq_q,
-                starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
-                q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION,
-            )  # fmt: skip
-        for i in tl.range(0, bound(full_begin - begin + stop - full_end), BLOCK_M, num_stages=STAGES):
-            m = cut_tile(i, begin, full_begin, full_end)
-            dk, dv = _queries(
-                dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, m, b, h, n, seq_q,
-                starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
-                q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
-                SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION,
-            )  # fmt: skip
+        for CUT in tl.static_range(2):  # full tiles, then those that the mask cuts
+            past_last = full_begin - begin + stop - full_end if CUT else full_end
+            for i in tl.range(0 if CUT else bound(full_begin), bound(past_last), BLOCK_M, num_stages=STAGES):
+                m = cut_tile(i, begin, full_begin, full_end) if CUT else i
+                dk, dv = _queries(
+                    dk, dv, key, value, q, dout, lse + row_of_head, delta + row_of_head, m, b, h, n, seq_q,
+                    starts, starts_s, ends, ends_s, positions_q, pos_k, slope,
+                    q_b, q_s, q_h, do_b, do_s, do_h, scale, cap,
+                    DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_M, BLOCK_N,
+                    SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION,
+                )  # fmt: skip
     dk_b, dk_s, dk_h = elements(dk_b, UNIT), elements(dk_s, UNIT), elements(dk_h, UNIT)
     dv_b, dv_s, dv_h = elements(dv_b, UNIT), elements(dv_s, UNIT), elements(dv_h, UNIT)
     store_tile(dk_out, dk * softmax_scale, b, h_kv, n, past, dk_b, dk_s, dk_h, BLOCK_N, DIM, DIM_P2)

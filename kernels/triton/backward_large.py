@@ -53,13 +53,8 @@ P_SCALE = tl.constexpr(2.0**15)  # p <= 1 times this fits into float16, with all
 def gradients(inputs: Inputs, tiles: WideTiles, dq: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return dk and dv, float32, of one chunk of keys and add to dq if given."""
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (inputs.k, inputs.v))
-    _add_gradients(inputs, tiles, dq, (dk, dv))
+    add_gradients(inputs, tiles, dq, (dk, dv))
     return dk, dv
-
-
-def query_gradients(inputs: Inputs, tiles: WideTiles, dq: Tensor) -> None:
-    """Add to dq."""
-    _add_gradients(inputs, tiles, dq, None)
 
 
 class _Piece(NamedTuple):
@@ -70,7 +65,7 @@ class _Piece(NamedTuple):
     keys: tuple[int, int]
 
 
-def _add_gradients(
+def add_gradients(
     inputs: Inputs, tiles: WideTiles, dq: Tensor | None, key_gradients: tuple[Tensor, Tensor] | None
 ) -> None:
     """Add to those gradients that are given."""
