@@ -22,7 +22,7 @@ Contract and shapes: operands.py. Each 2^16 keys o is flushed (``Block.period``)
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -67,21 +67,6 @@ def unsupported(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call)
     return None
 
 
-class _Tiles(NamedTuple):
-    """Launch parameters. ``programs``: for each multiprocessor."""
-
-    programs: int
-    stages: int
-    warps: int
-
-
-def _tiles(pool: Pool) -> _Tiles:
-    wide = pool.k.shape[-1] + (0 if pool.shared_values else pool.v.shape[-1])
-    if wide * pool.k.element_size() > 512 + 256:
-        return _Tiles(1, 2, 8)
-    return _Tiles(2, 4, 4)
-
-
 def launch(
     q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call, result: tuple[Tensor, Tensor | None]
 ) -> None:
@@ -100,8 +85,9 @@ def launch(
     group, s = q_heads // kv_heads, ScoreArguments.of(score)
     main = padded(dim) if padded(dim) <= 256 or padded(dim) == dim else padded(dim) // 2
     tma = main >= dim and tile >= 16 and all(has_tma(x[None]) for x in (pool.k, pool.v))
-    tiles = _tiles(pool)
-    grid = Grid.of(q, pool, tables, call, tiles.programs * (multiprocessors(q.device) if q.is_cuda else 4))
+    bytes_of_slot = (dim if pool.shared_values else dim + dim_v) * pool.k.element_size()
+    programs, stages, warps = (1, 2, 8) if bytes_of_slot > 512 + 256 else (2, 4, 4)
+    grid = Grid.of(q, pool, tables, call, programs * (multiprocessors(q.device) if q.is_cuda else 4))
     units = batch * kv_heads * grid.blocks
     pieces, arrived = scratch(tables, grid, units, dim_v)
     some = grid.some(new * group)
@@ -120,26 +106,21 @@ def launch(
         _launches.repeat(key, tensors, lambda: dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], _source(pool.k, tile, tma),
             _source(pool.k if pool.shared_values else pool.v, tile, tma, dim_v),
-            *_strides(pool), pool.k_scale, pool.k_scale if pool.shared_values else pool.v_scale, pool.positions,
-            tables.table, tables.table.stride(0), tables.start, tables.end,
-            tables.first_new, tables.position, tables.tiles, call.tree, pieces, arrived, *result, score.sink,
-            s.scale, s.cap, s.slopes, s.slopes_stride, batch, slots,
+            *pool.k.stride()[:2], *pool.v.stride()[:2], pool.k_scale,
+            pool.k_scale if pool.shared_values else pool.v_scale, pool.positions, tables.table, tables.table.stride(0),
+            tables.start, tables.end, tables.first_new, tables.position, tables.tiles, call.tree, pieces, arrived,
+            *result, score.sink, s.scale, s.cap, s.slopes, s.slopes_stride, batch, slots,
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some,
             DIM=dim, MAIN=main, REST=0 if main >= dim else padded(dim - main), DIM_V=dim_v, DIM_V_P2=padded(dim_v),
             PAGE=pool.page_size, TILE=tile, BATCH_P2=grid.batch_p2(batch),
             AT_ONCE=max(1, min(16, _PIECE // (some * padded(dim_v)))),
             SPLIT=call.fixed_split // tile, SPLITS=grid.splits, SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP,
             SHARED=pool.shared_values and main == dim_v, TMA=tma, PRECISION=dot_precision(q.dtype),
-            PERIOD_TILES=PERIOD // tile, STAGES=tiles.stages, ALONE=some <= ALONE,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            PERIOD_TILES=PERIOD // tile, STAGES=stages, ALONE=some <= ALONE,
+            num_warps=warps, num_stages=stages,
         ))  # fmt: skip
         if some > ALONE:
             combine(q, pieces, pool, tables, score, call, grid, result)
-
-
-def _strides(pool: Pool) -> tuple[int, int, int, int]:
-    """Return the strides by head and slot of k and v."""
-    return pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1)
 
 
 def _source(x: Tensor, tile: int, tma: bool, dim: int | None = None) -> Any:

@@ -39,7 +39,7 @@ def write(k: Tensor, v: Tensor | None, pool: Pool, tables: Tables, tree: Tensor 
     with on_device(k):
         _launches.repeat(key, tensors, lambda: dispatch(
             _write, (batch * new, kv_heads), k, *k.stride()[:3], *((None, 0, 0, 0) if shared else (v, *v.stride()[:3])),
-            pool.k, None if shared else pool.v, pool.k.stride(0), pool.k.stride(1), pool.v.stride(0), pool.v.stride(1),
+            pool.k, None if shared else pool.v, *pool.k.stride()[:2], *pool.v.stride()[:2],
             *scales, pool.k.shape[1], pool.positions, tables.write, tables.position, tree,
             NEW=new, DIM=dim, DIM_P2=padded(dim), DIM_V=v.shape[-1], DIM_V_P2=padded(v.shape[-1]),
             EARLY=early, num_warps=1, launch_pdl=early,

@@ -50,7 +50,7 @@ from .primitives import (
     tile_source,
     unsupported,
 )
-from .strides import elements, stride_unit, strides_in
+from .strides import elements, numbers, stride_unit, strides_in
 
 __all__ = ["backward", "unsupported"]
 
@@ -197,15 +197,10 @@ def _queries(
     return dk, dv
 
 
-# These vary with lengths and documents: one compiled kernel for all of them.
-_NUMBERS = (
-    "n_tiles", "span_b", "starts_b", "ends_b", "slopes_b", "rows_b", "rows_h",
-    *(f"{x}_{dim}" for x in ("q", "k", "v", "do") for dim in "bsh"),
-)  # fmt: skip
-_SUMS = [f"{x}_{dim}" for x in ("dk", "dv") for dim in "bsh"]
+_NUMBERS = "n_tiles span_b starts_b ends_b slopes_b rows_b rows_h q_bsh k_bsh v_bsh do_bsh "  # of both
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, *_SUMS, "seq_q", "kv_heads"])
+@triton.jit(do_not_specialize=numbers(_NUMBERS + "dk_bsh dv_bsh seq_q kv_heads"))
 def _dkdv(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -293,7 +288,7 @@ def _keys(
     return dot(ds.to(key.dtype), key, dq, PRECISION)
 
 
-@triton.jit(do_not_specialize=[*_NUMBERS, "dq_b", "dq_s", "dq_h", "seq_k", "heads"])
+@triton.jit(do_not_specialize=numbers(_NUMBERS + "dq_bsh seq_k heads"))
 def _dq(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,

@@ -43,7 +43,7 @@ from .primitives import (
     scores,
     tile_source,
 )
-from .strides import elements, stride_unit, strides_in
+from .strides import elements, numbers, stride_unit, strides_in
 
 BYTES = 512 << 20  # of p and ds
 HEADS = 8  # of a piece that does not hold all queries and keys
@@ -242,13 +242,6 @@ def _sources(parts: Iterable[tuple[Tensor, int, int]], unit: int, tma: bool) -> 
         yield from strides_in(unit, x)
 
 
-def _numbers(names: str) -> list[str]:
-    """Return the arguments that vary with lengths and documents: one compiled kernel for all of them. ``x_bsh`` stands
-    for three strides."""
-    words = names.split()
-    return [y for x in words for y in ([f"{x[:-3]}{dim}" for dim in "bsh"] if x.endswith("_bsh") else [x])]
-
-
 @triton.jit
 def _add_product(
     total, x, y, b, h, h_y, row, past, row_y, past_y, column, x_b, x_s, x_h, y_b, y_s, y_h,
@@ -269,7 +262,7 @@ def store_part(x, tile, h, row, column, x_h, x_s, ROWS: tl.constexpr, COLUMNS: t
         tl.store(row_pointers(x, h, 0, row, x_h, x_s, 0, ROWS, COLUMNS) + column, tile.to(x.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=_numbers(
+@triton.jit(do_not_specialize=numbers(
     "q_bsh k_bsh v_bsh do_bsh rows_b rows_h starts_b ends_b slopes_b w_h w_s span_b meets_b seq_q seq_k heads head "
     "first_q past_q first_k past_k"
 ))  # fmt: skip
@@ -375,7 +368,7 @@ def _end(
     tl.store(at, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=_numbers(
+@triton.jit(do_not_specialize=numbers(
     "w_h w_s x_bsh o_bsh meets_b seq_q seq_k heads head past_head first_q past_q first_k"
 ))  # fmt: skip
 def _key_sums(
@@ -417,7 +410,7 @@ def _key_sums(
     _end(out, total, scale, b, h_kv, n, seq_k, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
 
 
-@triton.jit(do_not_specialize=_numbers("w_h w_s x_bsh o_bsh span_b seq_k heads head first_q past_q first_k past_k"))
+@triton.jit(do_not_specialize=numbers("w_h w_s x_bsh o_bsh span_b seq_k heads head first_q past_q first_k past_k"))
 def _query_sums(
     weights, w_h, w_s, x, x_b, x_s, x_h, out, o_b, o_s, o_h,
     rows, span, span_b,

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from ..contract import Outputs, Queries
 from ..launch import dispatch, on_device
 from .primitives import INTERPRETED, LOG2E
-from .strides import elements, stride_unit, strides_in
+from .strides import elements, numbers, stride_unit, strides_in
 
 _ROWS = 32
 
@@ -75,10 +75,7 @@ def lse_of_kernels(lse, shift):
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E - shift)
 
 
-@triton.jit(do_not_specialize=[
-    "out_b", "out_s", "out_h", "dout_b", "dout_s", "dout_h", "delta_b", "delta_h", "dq_b", "dq_s", "dq_h", "shift",
-    "seq", "rows", "heads", "tiles",
-])  # fmt: skip
+@triton.jit(do_not_specialize=numbers("out_bsh dout_bsh delta_b delta_h dq_bsh shift seq rows heads tiles"))
 def _begin(
     out, out_b, out_s, out_h, out_d, dout, dout_b, dout_s, dout_h, dout_d, dlse, delta, delta_b, delta_h,
     dq, dq_b, dq_s, dq_h, dq_d, lse, padded, minus_delta, shift, seq, rows, heads, tiles, dim_v, dim,

@@ -50,7 +50,7 @@ from .primitives import (
     to_natural,
     unsupported,
 )
-from .strides import elements, stride_unit, strides_in
+from .strides import elements, numbers, stride_unit, strides_in
 
 __all__ = ["forward", "unsupported"]
 
@@ -219,14 +219,9 @@ def _range_of_keys(
     return m, l, o, flushed
 
 
-# These vary with the sequence length. Do not compile a second kernel when one happens to be divisible by 16.
-_NUMBERS = (
-    "seq_k", "n_tiles", "heads", "span_b", "starts_b", "ends_b", "slopes_b",
-    *(f"{x}_{dim}" for x in ("q", "k", "v", "m_in", "l_in", "o_in", "m", "l", "o") for dim in "bsh"),
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=numbers(
+    "seq_k n_tiles heads span_b starts_b ends_b slopes_b q_bsh k_bsh v_bsh m_in_bsh l_in_bsh o_in_bsh m_bsh l_bsh o_bsh"
+))  # fmt: skip
 def _forward(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h,
     m_in, m_in_b, m_in_h, m_in_s, l_in, l_in_b, l_in_h, l_in_s, o_in, o_in_b, o_in_s, o_in_h,

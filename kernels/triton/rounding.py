@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..launch import dispatch, on_device
 from .primitives import bound
-from .strides import elements, stride_unit, strides_in
+from .strides import elements, numbers, stride_unit, strides_in
 
 _ROWS = 32
 
@@ -54,10 +54,7 @@ def _sum_tile(
     tl.store(y + row[:, None] * elements(y_s, UNIT) + d[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[
-    "x_p", "x_b", "x_s", "x_h", "y_b", "y_s", "y_h", "u_p", "u_b", "u_s", "u_h", "w_b", "w_s", "w_h", "count", "seq",
-    "heads", "tiles",
-])  # fmt: skip
+@triton.jit(do_not_specialize=numbers("x_p x_bsh y_bsh u_p u_bsh w_bsh count seq heads tiles"))
 def _sum_parts(
     x, x_p, x_b, x_s, x_h, y, y_b, y_s, y_h, u, u_p, u_b, u_s, u_h, w, w_b, w_s, w_h, count, seq, heads, tiles,
     dim, dim_u, DIM: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,

@@ -26,6 +26,13 @@ def strides_in(unit: int, x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if x is None else tuple(stride // abs(unit) for stride in x.stride()[:3])
 
 
+def numbers(names: str) -> list[str]:
+    """Return the names of arguments that a kernel is not specialized for, because they vary with lengths and documents:
+    one compiled kernel for all of them. ``x_bsh`` stands for three strides."""
+    words = names.split()
+    return [y for x in words for y in ([f"{x[:-3]}{dim}" for dim in "bsh"] if x.endswith("_bsh") else [x])]
+
+
 @triton.jit
 def elements(stride, UNIT: tl.constexpr):
     """Return a stride that is given in units, in elements: in 32 bits where that is enough, which takes fewer
