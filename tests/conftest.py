@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import inspect
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -24,6 +22,7 @@ with contextlib.suppress(OSError):
         os.environ["MKL_CBWR"] = "COMPATIBLE"
         os.environ["OPENBLAS_CORETYPE"] = "SandyBridge"
 
+import interpreter
 import pytest
 import suite
 import torch
@@ -96,27 +95,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Let what is done again and again be fast.
 
-    gc.collect() looks through none of the modules and tests, which takes half a second. Triton's interpreter looks once
-    which functions of Triton it replaces: in each call of a function of a kernel it does so by inspect.getmembers(),
-    which takes a third of the time of kernels.
+    gc.collect() looks through none of the modules and tests, which takes half a second; Triton's interpreter looks
+    up what it found out before (interpreter.py).
     """
     gc.freeze()
-    if os.environ.get("TRITON_INTERPRET") != "1" or not importlib.util.find_spec("triton"):
-        return
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_patch_builtin") or not hasattr(interpreter, "_patch_attr"):
-        return
-    is_builtin, names = interpreter.tl.core.is_builtin, dict[Any, list[str]]()
-
-    def patch_builtin(owner: Any, *how: Any) -> None:
-        if owner not in names:
-            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
-        for name in names[owner]:
-            if is_builtin(member := getattr(owner, name)):
-                interpreter._patch_attr(owner, name, member, *how)
-
-    interpreter._patch_builtin = patch_builtin
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        interpreter.quicken()
 
 
 @pytest.hookimpl(tryfirst=True)
