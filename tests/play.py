@@ -1,16 +1,22 @@
 """A CTA on the CPU, for simulations of the synchronization of kernels: its warps are threads, its barriers, copies by
-TMA and asynchronous products are simulated and take random times, and what a tile in shared memory holds is a name."""
+TMA and asynchronous products are simulated and take random times, and what a tile in shared memory holds is a name.
+
+Time is simulated, too: one thread runs at a time, until it waits or pauses, and then the one whose pause ends first. So
+a seed gives one order of events on any machine, and a deadlock is noticed when nothing can happen any more."""
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
 import random
 import threading
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-PATIENCE = 10.0  # seconds in one wait; all of a play takes about one
+
+def name_of_worker() -> str:
+    return threading.current_thread().name
 
 
 class Play:
@@ -18,30 +24,69 @@ class Play:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.changed = threading.Condition()
         self.sizes: dict[str, int] = {}  # threads of a worker, by its name; 128 if absent
         self.named: dict[int, list[str]] = {}  # the workers that have arrived at a named barrier
         self.completed: dict[int, int] = {}  # completed phases of a named barrier
         self.held: dict[tuple[str, int], Any] = {}  # tiles; None while a copy is under way
-        self.copies = ThreadPoolExecutor(8)
-        self.of_copies: list[Future[None]] = []
-        self.local = threading.local()  # products in flight, of a worker
-        self.failed = False
+        self.flying: dict[str, list[list[tuple[tuple[str, int], Any]]]] = {}  # products in flight, of a worker
+        self.now, self.count = 0.0, itertools.count()
+        self.events: list[tuple[float, int, str | Callable[[], None]]] = []  # time, number, who goes on or what happens
+        self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}  # until what, and its name
+        self.batons: dict[str, threading.Lock] = {}  # of each worker; it runs with its baton
+        self.ended = threading.Lock()
+        self.problems: list[BaseException] = []
+
+    def later(self, what: str | Callable[[], None], seconds: float = 0.0) -> None:
+        """Let a worker go on, or something happen, after a random time and ``seconds``."""
+        seconds += self.random.random() * self.random.choice((2e-5, 3e-4))
+        heapq.heappush(self.events, (self.now + seconds, next(self.count), what))
 
     def pause(self) -> None:
-        if self.random.random() < 0.5:
-            time.sleep(self.random.random() * 3e-4)
+        self.later(name_of_worker())
+        self.suspend()
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait, with ``changed`` held."""
-        found = self.changed.wait_for(lambda: self.failed or condition(), PATIENCE)
-        assert found, f"{threading.current_thread().name} waits for {what}"
-        assert not self.failed, "another worker has failed"
+        while not condition():
+            self.waiting[name_of_worker()] = condition, what
+            self.suspend()
+
+    def suspend(self) -> None:
+        """Let the others run until it is this worker's turn."""
+        self.go_on()
+        self.batons[name_of_worker()].acquire()
+        assert not self.problems, "another worker has failed"
+
+    def go_on(self) -> None:
+        """Let happen what comes next, until it is that a worker goes on."""
+        while True:
+            for name, (condition, _) in list(self.waiting.items()):
+                if self.problems or condition():
+                    del self.waiting[name]
+                    self.later(name)
+            if self.events:
+                self.now, _, what = heapq.heappop(self.events)
+                if isinstance(what, str):
+                    return self.batons[what].release()
+                with self.noted():
+                    what()
+            elif self.waiting:
+                waits = ", ".join(f"{name} waits for {what}" for name, (_, what) in self.waiting.items())
+                self.problems.append(AssertionError(f"a deadlock: {waits}"))
+            else:
+                return self.ended.release()
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is raised: in another thread than pytest's."""
+        try:
+            yield
+        except BaseException as problem:
+            self.problems.append(problem)
 
     def arrive(self, barrier: int, threads: int) -> int:
         """Count the threads of this worker at a barrier; return which completion they are part of."""
         who = self.named.setdefault(barrier, [])
-        name = threading.current_thread().name
+        name = name_of_worker()
         assert name not in who, f"{name} is twice at barrier {barrier}"
         who.append(name)
         number = self.completed.setdefault(barrier, 0)
@@ -50,88 +95,74 @@ class Play:
         if arrived == threads:
             who.clear()
             self.completed[barrier] += 1
-            self.changed.notify_all()
         return number
 
     def barrier_arrive(self, barrier, threads, warps=4) -> None:
         self.pause()
-        with self.changed:
-            self.arrive(int(barrier), threads)
+        self.arrive(int(barrier), threads)
 
     def barrier_sync(self, barrier, threads, warps=4) -> None:
         self.pause()
-        with self.changed:
-            number = self.arrive(int(barrier), threads)
-            self.until(lambda: self.completed[int(barrier)] > number, f"barrier {barrier}")
+        number = self.arrive(int(barrier), threads)
+        self.until(lambda: self.completed[int(barrier)] > number, f"barrier {barrier}")
 
     def copy(self, kind: str, i: int, what: Any, full: Mbarrier, nbytes: int = 0) -> None:
         """Begin a copy by TMA. Without a number of bytes its end is an arrival."""
-        with self.changed:
-            self.held[kind, i] = None
-
-        late = self.random.random() < 0.05
+        self.held[kind, i] = None
 
         def complete() -> None:
-            self.pause()
-            if late:
-                time.sleep(3e-3)
-            with self.changed:
-                self.held[kind, i] = what
+            self.held[kind, i] = what
             if nbytes:
                 full.expect(-nbytes)
             else:
                 full.arrive()
 
-        self.of_copies.append(self.copies.submit(complete))
+        self.later(complete, 3e-3 if self.random.random() < 0.05 else 0.0)
 
     def read(self, *tiles: tuple[str, int]) -> list[Any]:
         """Begin a product of these tiles, or a copy of one out of shared memory."""
-        with self.changed:
-            contents = [self.held[tile] for tile in tiles]
+        contents = [self.held[tile] for tile in tiles]
         assert None not in contents, f"one of {tiles} is read before it is loaded"
-        self.local.flying.append(list(zip(tiles, contents, strict=True)))
+        self.flying[name_of_worker()].append(list(zip(tiles, contents, strict=True)))
         return contents
 
     def write(self, tile: tuple[str, int], what: Any) -> None:
         """Store a tile; whoever reads it meanwhile will see that."""
         self.pause()
-        with self.changed:
-            self.held[tile] = what
+        self.held[tile] = what
 
     def wait(self, pending: int) -> None:
         """Wait for products, during which their tiles have to stay."""
-        while len(self.local.flying) > pending:
+        flying = self.flying[name_of_worker()]
+        while len(flying) > pending:
             self.pause()
-            with self.changed:
-                product = self.local.flying.pop(0)
-                changed = [tile for tile, contents in product if self.held[tile] is not contents]
+            changed = [tile for tile, contents in flying.pop(0) if self.held[tile] is not contents]
             assert not changed, f"{changed} are overwritten while they are read"
 
     def perform(self, workers: dict[str, Callable[[], None]]) -> None:
-        """Run the workers; raise what one of them raised: AssertionError after ``PATIENCE`` seconds in one wait."""
-        problems: list[BaseException] = []
+        """Run the workers; raise what one of them raised first, AssertionError after a deadlock."""
 
-        def act(run: Callable[[], None]) -> None:
-            self.local.flying = []
-            try:
+        def act(name: str, run: Callable[[], None]) -> None:
+            self.batons[name].acquire()
+            with self.noted():
                 run()
-            except BaseException as problem:  # of another thread than pytest's
-                with self.changed:
-                    problems.append(problem)
-                    self.failed = True
-                    self.changed.notify_all()
+            self.go_on()
 
-        threads = [threading.Thread(target=act, name=name, daemon=True, args=(run,)) for name, run in workers.items()]
-        for thread in threads:
+        threads = [
+            threading.Thread(target=act, name=name, daemon=True, args=(name, run)) for name, run in workers.items()
+        ]
+        for name, thread in zip(workers, threads, strict=True):
+            self.flying[name], self.batons[name] = [], threading.Lock()
+            self.batons[name].acquire()
+            self.later(name)
             thread.start()
+        self.ended.acquire()
+        self.go_on()
+        self.ended.acquire()
         for thread in threads:
-            thread.join(3 * PATIENCE)
-        self.copies.shutdown()
-        if problems:
-            raise problems[0]
-        for copy in self.of_copies:
-            copy.result()  # raises what it has raised
-        assert not any(thread.is_alive() for thread in threads)
+            thread.join()
+        if self.problems:
+            raise self.problems[0]
 
 
 class Mbarrier:
@@ -141,14 +172,12 @@ class Mbarrier:
         self.play, self.count, self.phase, self.left, self.bytes = play, count, 0, count, 0
 
     def _change(self, arrivals: int, nbytes: int) -> None:
-        with self.play.changed:
-            self.left -= arrivals
-            self.bytes += nbytes
-            assert self.left >= 0, "too many arrivals at an mbarrier"
-            if self.left == 0 and self.bytes == 0:
-                self.left = self.count
-                self.phase += 1
-                self.play.changed.notify_all()
+        self.left -= arrivals
+        self.bytes += nbytes
+        assert self.left >= 0, "too many arrivals at an mbarrier"
+        if self.left == 0 and self.bytes == 0:
+            self.left = self.count
+            self.phase += 1
 
     def arrive(self) -> None:
         self._change(1, 0)
@@ -159,8 +188,7 @@ class Mbarrier:
 
     def wait(self, parity: int) -> None:
         self.play.pause()
-        with self.play.changed:
-            self.play.until(lambda: self.phase & 1 != parity, "an mbarrier")
+        self.play.until(lambda: self.phase & 1 != parity, "an mbarrier")
 
 
 class Ring(list):

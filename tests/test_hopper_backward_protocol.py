@@ -44,8 +44,7 @@ class Tile:
         self.play.write(self.name, what)
 
     def load(self, _):
-        with self.play.changed:
-            what = self.play.held[self.name]
+        what = self.play.held[self.name]
         assert what is not None, f"{self.name} is read before it is loaded"
         return Number(what)
 

@@ -94,8 +94,7 @@ def perform(monkeypatch, seed: int, mask, seq: int, segments=(), consumers: int 
         info = slot.load(None)
         assert all(p.query == (info[6], info[0] + c * ROWS, info[7]) for p in acc), "queries of another tile"
         assert all(p.key[:2] == (info[6], info[7]) for p in acc), "keys of another head"
-        with play.changed:
-            stored.append((infos.index(info), c, [p.key[2] for p in acc]))
+        stored.append((infos.index(info), c, [p.key[2] for p in acc]))
 
     for name, value in dict(
         barrier_arrive=play.barrier_arrive, _scores=scores, _q_pieces=lambda _, i: i, changed=changed,
