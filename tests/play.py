@@ -38,7 +38,7 @@ class Play:
 
     def later(self, what: str | Callable[[], None], seconds: float = 0.0) -> None:
         """Let a worker go on, or something happen, after a random time and ``seconds``."""
-        seconds += self.random.random() * self.random.choice((2e-5, 3e-4))
+        seconds += self.random.random() * self.random.choice((0.0, 2e-5, 3e-4))
         heapq.heappush(self.events, (self.now + seconds, next(self.count), what))
 
     def pause(self) -> None:
