@@ -25,9 +25,7 @@ from typing import Any
 import pytest
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "ringattn", "ringattn.virtual", "cases", "pool"]
-)
+_context.set_forkserver_preload(["tests.preloaded"])
 _GRACE = 1.0  # seconds that the others have to answer after a rank has failed
 
 
