@@ -1,11 +1,10 @@
 """docs/start/idea/explain.py and figures.py, run as commands."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import numpy as np
 import pytest
 
@@ -16,15 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(module, *arguments):
-    environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"docs.start.idea.{module}", *arguments]
-    result = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    program = f"import runpy, sys; sys.argv[1:] = {arguments!r}; runpy.run_module({module!r}, run_name='__main__')"
+    done = fresh.run(program, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_examples_show_every_intermediate_value():
-    shown = run("explain")
+    shown = run("docs.start.idea.explain")
     for example in explain.EXAMPLES:
         assert example.title in shown
         v = np.ones(len(example.s)) if example.v is None else np.array(example.v, float)
@@ -34,7 +32,7 @@ def test_examples_show_every_intermediate_value():
 
 
 def test_memory_ends_with_json():
-    rows = json.loads(run("explain", "--memory", "--longest", "512").splitlines()[-1])["rows"]
+    rows = json.loads(run("docs.start.idea.explain", "--memory", "--longest", "512").splitlines()[-1])["rows"]
     assert [row["tokens"] for row in rows] == [256, 512]
     assert rows[1]["dense_bytes"] / rows[0]["dense_bytes"] == pytest.approx(4, rel=0.02)
     assert rows[1]["streaming_bytes"] / rows[0]["streaming_bytes"] == pytest.approx(1, rel=0.02)
@@ -43,7 +41,7 @@ def test_memory_ends_with_json():
 @pytest.mark.long
 def test_every_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    run("figures", "--folder", str(tmp_path), "--longest", "256")
+    run("docs.start.idea.figures", "--folder", str(tmp_path), "--longest", "256")
     committed = {path.name for path in (ROOT / "docs" / "start" / "idea").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == committed
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
