@@ -1,7 +1,7 @@
 """Triton's interpreter, a few times faster: what it finds out again in each call is looked up, with equal results.
 
-A test of a kernel has hundreds of thousands of operations on tiles of some hundred numbers, and most of its time went
-into types and shapes, into which functions of Triton are replaced, and into sums that look for overflows and say nothing.
+A test of a kernel has hundreds of thousands of operations on tiles of some hundred numbers. Most of its time went into
+types and shapes, into which functions of Triton are replaced, and into sums that look for overflows and say nothing.
 """
 
 from __future__ import annotations

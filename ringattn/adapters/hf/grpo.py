@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...transport import group as transports
 from ..replacing import replaced
-from .sharded_cache import generation
+from .sharded_cache import CACHE, generation
 from .versions import needed
 
 
@@ -112,7 +112,7 @@ class _OverRanks:
             config.num_return_sequences = each
             options = dict(max_new_tokens=config.max_new_tokens, num_sequences=max(each, beams))
             with generation(model, rows, self._ring_group(), **options) as cache:
-                return theirs(**rows, generation_config=config, past_key_values=cache, **others)
+                return theirs(**rows, generation_config=config, **{CACHE: cache}, **others)
 
         with replaced(model, "generate", generate):
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]

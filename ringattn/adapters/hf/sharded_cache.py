@@ -37,7 +37,7 @@ _CONTINUE = (
     "pass it the inputs of ringattn.hf.generation(), and a second call what the first one returned, or make another "
     "generation()"
 )
-_CACHE = (found("transformers.generation.utils", "ALL_CACHE_NAMES") or ["past_key_values"])[0]  # "cache" since 5.24
+CACHE = (found("transformers.generation.utils", "ALL_CACHE_NAMES") or ["past_key_values"])[0]  # "cache" since 5.24
 _COMPARED = 4  # forwards whose tokens the ranks compare: sampling with different seeds shows in the first ones
 
 
@@ -235,7 +235,7 @@ class Generation(Carries, _Base):
     def _find_layers(self, input_ids: Tensor) -> None:
         """Run the model on one token, and note the shapes of keys and values and the windows of its layers."""
         name = type(self.model).__name__
-        self.model.base_model(input_ids=input_ids[:1, -1:], use_cache=True, **{_CACHE: self})
+        self.model.base_model(input_ids=input_ids[:1, -1:], use_cache=True, **{CACHE: self})
         layers = self._probed
         if not layers and self.linear.layers:
             raise NotImplementedError(
@@ -277,13 +277,13 @@ class Generation(Carries, _Base):
                 stack.callback(setattr, self.linear, "plan", None)
                 stack.enter_context(SEQUENCES.active(self.linear))
             self.model.base_model(
-                input_ids=ids[positions][None], position_ids=(positions + start)[None], use_cache=True, **{_CACHE: self}
+                input_ids=ids[positions][None], position_ids=(positions + start)[None], use_cache=True, **{CACHE: self}
             )
 
     def _compute_step(self, row: int, ids: Tensor, start: int) -> None:
         rows, self.rows = self.rows, [row]
         positions = torch.arange(start, start + len(ids), device=ids.device)
-        self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=True, **{_CACHE: self})
+        self.model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=True, **{CACHE: self})
         self._end_step()
         self.rows = rows
 
@@ -305,7 +305,7 @@ class Generation(Carries, _Base):
             self._probed[layer] = _Layer(k.shape[2], k.shape[3], v.shape[3], v.dtype, kind)
             return q.new_zeros(*q.shape[:3], v.shape[3])
         if layer not in self._updated:
-            raise RuntimeError(f"layer {layer} attends without new keys; pass {_CACHE} and use_cache=True")
+            raise RuntimeError(f"layer {layer} attends without new keys; pass {CACHE} and use_cache=True")
         if self._plans is not None:
             plan = self._plan(kind)
             out = attention(q, *self.kv.extend(plan, self._numbers[layer], k, v), plan, kernel=self.kernel, **score)
@@ -383,8 +383,8 @@ class Generation(Carries, _Base):
         if other is self:
             return None
         return ValueError(
-            f"{_CACHE} is {'None' if other is None else f'a {type(other).__name__}'}, but the prompt is in the "
-            f"cache of ringattn.hf.generation(); pass model.generate({_CACHE}=cache) what it yields, and leave "
+            f"{CACHE} is {'None' if other is None else f'a {type(other).__name__}'}, but the prompt is in the "
+            f"cache of ringattn.hf.generation(); pass model.generate({CACHE}=cache) what it yields, and leave "
             "use_cache on"
         )
 
@@ -436,7 +436,9 @@ def generation(
     """Compute a prompt over the ranks of ``group``, and keep it where it lies for ``model.generate()``.
 
         with ringattn.hf.generation(model, inputs, mesh["cp"]) as cache:
-            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)   # the same on every rank
+            out = model.generate(**inputs, cache=cache, max_new_tokens=256)   # the same on every rank
+
+    Before transformers 5.24 ``generate()`` takes it as ``past_key_values=cache``.
 
     Args:
         model: with ``attn_implementation="ringattn"``.
