@@ -298,7 +298,10 @@ class KVCache:
             check_no_gradients("extend()", dict(k=k, v=v))  # the cache would keep the graphs of all that was written
             chunk, first = self._check_extend(plan, layer, k, v)
             if not chunk.layers:
-                self._start(chunk)
+                self._copy(self._slots.extend(chunk.sequence, chunk.shards))
+                chunk.put_positions(self._slots, self._memory, self.transport.rank)
+                self._chunks[chunk.sequence] = chunk
+                self._changed([chunk.sequence], "was extended")
         except Exception as error:
             if isinstance(plan, Plan):
                 plan.refuse("attention()", error)
@@ -314,13 +317,6 @@ class KVCache:
             return keys, keys[..., : self._memory.token.head_dim_v]
         assert v is not None
         return keys, places.read(pool, pool.v, v)
-
-    def _start(self, chunk: Chunk) -> None:
-        """Add the tokens of a chunk, which has not been extended by any layer."""
-        self._copy(self._slots.extend(chunk.sequence, chunk.shards))
-        chunk.put_positions(self._slots, self._memory, self.transport.rank)
-        self._chunks[chunk.sequence] = chunk
-        self._changed([chunk.sequence], "was extended")
 
     def _check_extend(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> tuple[Chunk, int]:
         if not isinstance(plan, Plan) or plan not in self._plans:

@@ -91,11 +91,9 @@ class Chunk:
         positions = tokens.positions(new.start, new.stop)
         targets, values = [], []
         for kind, base in enumerate(memory.base):
-            nth, physical = slots.physical(kind, rank, self.sequence, new)
-            if isinstance(physical, slice):
-                physical = np.arange(physical.start, physical.stop)
-            targets.append(base + physical)
-            values.append(positions if nth is None else positions[nth])
+            placed = slots.physical(kind, rank, self.sequence, new)
+            targets.append(base + placed.indices)
+            values.append(positions if placed.nth is None else positions[placed.nth])
         tables = (torch.from_numpy(np.concatenate(x)) for x in (targets, values))
         at, values_there = upload(tuple(tables), memory.positions.device)
         memory.positions.index_copy_(0, at, values_there)

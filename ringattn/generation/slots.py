@@ -75,6 +75,12 @@ class Placed(NamedTuple):
     nth: NDArray[np.int64] | None
     physical: NDArray[np.int64] | slice
 
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """The slots one by one."""
+        slots = self.physical
+        return np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+
 
 class _Growth(NamedTuple):
     """Slots of a sequence on a rank that need pages: of each kind from ``first[kind]`` up to ``past``."""
@@ -319,7 +325,7 @@ class Slots:
         """Return where some slots are in a rank's pool, after the first ``early`` ones."""
         if early:
             parts = [self.physical(kind, rank, number, part) for part in (range(early), slots)]
-            where = [np.arange(x.start, x.stop) if isinstance(x, slice) else x for _, x in parts]
+            where = [part.indices for part in parts]
             which = [np.arange(len(x)) if nth is None else nth for (nth, _), x in zip(parts, where, strict=True)]
             return Placed(np.concatenate([which[0], which[1] + early]), np.concatenate(where))
         size, table = self.page_size, self[number].pages[kind][rank]
@@ -340,15 +346,6 @@ class Slots:
             (s.number, s.turn, s.turn_tokens, [t.runs for t in s.tokens], [[t.tolist() for t in p] for p in s.pages])
             for s in self._sequences.values()
         ]
-
-    def verify(self) -> None:
-        """Raise AssertionError unless references and free pages add up."""
-        for kind, pools in enumerate(self.pools):
-            for rank, pool in enumerate(pools):
-                tables = [s.pages[kind][rank] for s in self._sequences.values()]
-                used = Counter(page for table in tables for page in table if page != NONE)
-                assert all(pool.references[page] == used[page] for page in range(len(pool.references)))
-                assert pool.free == len(pool.references) - len(used)
 
     # Turns
 

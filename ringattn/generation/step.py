@@ -325,8 +325,7 @@ class Step:
             for row, path in moved:
                 first = row.counts[rank]
                 slots = range(first, first + self.new_tokens)
-                at = self._slots.physical(kind, rank, row.sequence, slots).physical
-                at = np.arange(at.start, at.stop) if isinstance(at, slice) else at
+                at = self._slots.physical(kind, rank, row.sequence, slots).indices
                 source.append(at[path])
                 target.append(at[: len(path)])
             arrays = [np.concatenate(source), np.concatenate(target), np.concatenate(positions).astype(np.int32)]

@@ -383,12 +383,8 @@ def arithmetic(seconds: float) -> Iterator[Finding]:
         mask = plan(257, virtual.VirtualRank(0, 1, device), **options).mask
         problem = Problem(mask, 257, dtype, device)
         for dataflow in dataflows():
-
-            def body(rank: virtual.VirtualRank, arguments: dict[str, Any], problem: Problem) -> list[Tensor]:
-                return _whole_results(problem, plan(257, rank, **arguments))
-
             arguments = dict(options, dataflow=dataflow)
-            over_ranks = functools.partial(body, arguments=arguments, problem=problem)
+            over_ranks = lambda rank: _whole_results(problem, plan(257, rank, **arguments))  # noqa: B023, E731
             excess = problem.excess(virtual.run(size, over_ranks, device)[0])
             count += 1
             if not excess <= worst:  # also NaN

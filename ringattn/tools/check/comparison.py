@@ -209,7 +209,8 @@ def _perturbed(model: nn.Module) -> nn.Module:
 
 def _run(case: _Case, model: nn.Module, transport: Transport, layout: str) -> _Run:
     dtype = next(iter(model.parameters())).dtype
-    batch = {n: _cast(x, dtype) for n, x in case.batch.items()}
+    floating = {n: x.to(dtype) for n, x in case.batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    batch = {**case.batch, **floating}
     recorder = Recorder(model)
     random = _random_state(model)
     with _sharded(case.plan, model, batch, transport, layout) as (local, plan):
@@ -252,10 +253,6 @@ def _check_same_model(whole: _Run, transport: Transport) -> None:
             f"in one process the loss is {low:.7g} on one rank and {high:.7g} on another: their models differ; call "
             "torch.manual_seed() with the same number on every rank before the model is made, or load the same weights"
         )
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _random_state(model: nn.Module) -> list[bytes]:

@@ -23,7 +23,6 @@ from . import one_layer
 from .model_shapes import ModelShape
 
 OPTIMIZERS = {"adamw_fp32": 8, "adamw_bf16": 4, "sgd": 0, "host": 0}  # bytes of state per parameter
-PARTS = ("parameters", "gradients", "optimizer", "gathered", "kept", "attention", "layer", "logits")
 LABELS = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -91,6 +90,10 @@ class Switches:
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
 
+    def row(self, tokens: int) -> one_layer.Row:
+        """Return how a row with this many tokens on each GPU is divided."""
+        return one_layer.Row(tokens, self.hosts, self.ranks // self.hosts, self.pulls, self.dataflow, self.buffer_bytes)
+
 
 class _Layer(NamedTuple):
     """Bytes of one layer's activations on one GPU.
@@ -118,7 +121,7 @@ class _Layer(NamedTuple):
 
 
 def parts(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> dict[str, int]:
-    """Return the bytes of one GPU at the peak of a step, by the names of :data:`PARTS`; their sum is the peak.
+    """Return the bytes of one GPU at the peak of a step, by the names of :data:`LABELS`; their sum is the peak.
 
     Args:
         tokens_per_gpu: tokens of the row on one GPU; the row has as many times ``switches.ranks``.
@@ -130,7 +133,7 @@ def buffers(model: ModelShape, tokens_per_gpu: int, s: Switches) -> one_layer.By
     """Return what the attention of a layer, or of a group of its heads, allocates."""
     heads, kv_heads = (-(-n // s.head_groups) for n in (model.heads, model.kv_heads))
     shape = replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads)
-    return one_layer.memory(row_of(tokens_per_gpu, s), shape)
+    return one_layer.memory(s.row(tokens_per_gpu), shape)
 
 
 def _largest(model: ModelShape, tokens: int, switches: Switches, buffers: one_layer.Bytes) -> dict[str, int]:
@@ -168,11 +171,6 @@ def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
     while tokens and peak(model, tokens, switches) > capacity:
         tokens -= 128
     return tokens
-
-
-def row_of(tokens_per_gpu: int, s: Switches) -> one_layer.Row:
-    """Return how a row with this many tokens on each GPU is divided."""
-    return one_layer.Row(tokens_per_gpu, s.hosts, s.ranks // s.hosts, s.pulls, s.dataflow, s.buffer_bytes)
 
 
 def _moments(model: ModelShape, tokens: int, s: Switches, buffers: one_layer.Bytes) -> list[dict[str, int]]:
@@ -228,7 +226,7 @@ def _moments(model: ModelShape, tokens: int, s: Switches, buffers: one_layer.Byt
             )
         )  # fmt: skip
     update = dict(always, gathered=0, gradients=on_gpu * s.param_itemsize, kept=0, layer=0, logits=0)
-    return [{name: moment[name] for name in PARTS} for moment in (*moments, update)]
+    return [{name: moment[name] for name in LABELS} for moment in (*moments, update)]
 
 
 def _kept(model: ModelShape, a: _Layer, s: Switches, layers: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
     @property
     def row(self) -> one_layer.Row:
-        return memory.row_of(self.tokens, self.switches)
+        return self.switches.row(self.tokens)
 
 
 class Step(NamedTuple):

@@ -82,7 +82,7 @@ def judge(problem: Problem, way: Way) -> Verdict:
             break
     else:
         return Verdict(way, parts, None, f"needs {sum(parts.values()) / 2**30:.0f} GiB")
-    least = _least_buffer(model, way.tokens, way.switches)
+    least = one_layer.least_buffer(way.row, model.attention(way.switches.itemsize))
     if least > way.switches.buffer_bytes:
         return Verdict(way, parts, None, f"needs {least / 2**30:.1f} GiB of buffer")
     # The row of each rank, and with it the step, is as slow as if the rank were in the first row.
@@ -131,11 +131,6 @@ def saving(switches: Switches, problem: Problem) -> dict[str, Switches]:
     return ways
 
 
-def _least_buffer(model: ModelShape, tokens: int, switches: Switches) -> int:
-    """Return the bytes of buffer without which attention of this many tokens on each GPU has another dataflow."""
-    return one_layer.least_buffer(memory.row_of(tokens, switches), model.attention(switches.itemsize))
-
-
 def longest(problem: Problem, way: Way) -> dict[str, int]:
     """Return the tokens of the longest row that fits over the GPUs of a way, in their memory and in the buffer of its
     attention: with its switches, and with more where these make it longer."""
@@ -143,7 +138,8 @@ def longest(problem: Problem, way: Way) -> dict[str, int]:
     row = way.row
     for name, switches in saving(way_of(problem, row.hosts, row.local_size, row.dataflow).switches, problem).items():
         tokens = memory.longest(problem.model, problem.cluster.gpu.usable, switches)
-        least = _least_buffer(problem.model, 128, switches)  # grows with the tokens
+        # What is least grows with the tokens.
+        least = one_layer.least_buffer(switches.row(128), problem.model.attention(switches.itemsize))
         if least * tokens > switches.buffer_bytes * 128:
             tokens = switches.buffer_bytes // least * 128
             name += "; longer ones need more --buffer-bytes"
