@@ -375,7 +375,7 @@ def made(rank: Any, tokens: int = 600, **options: Any) -> ringattn.KVCache:
     """A cache of two layers whose pages hold NaN."""
     options = dict(page_size=16, dtype=torch.float64, windows=WINDOWS) | options
     cache = ringattn.KVCache(2, KV_HEADS, DIM, rank, tokens=tokens, **options)
-    for x in (*cache._memory.k, *cache._memory.v, *itertools.chain(*cache._memory.scales)):
+    for x in itertools.chain(*cache._memory.stored):
         x.fill_(float("nan"))
     return cache
 
@@ -756,14 +756,14 @@ def test_keys_of_pages_that_neighbour_each_other_are_not_copied() -> None:
     for count in (40, 20):
         plan = cache.plan(s, count, causal=True)
         keys, values = cache.extend(plan, 0, k[:, :count], k[:, :count])
-        assert keys.untyped_storage().data_ptr() == cache._memory.k[0].untyped_storage().data_ptr()
-        assert values.untyped_storage().data_ptr() == cache._memory.v[0].untyped_storage().data_ptr()
+        assert keys.untyped_storage().data_ptr() == cache._memory.stored[0][0].untyped_storage().data_ptr()
+        assert values.untyped_storage().data_ptr() == cache._memory.stored[0][1].untyped_storage().data_ptr()
         cache.extend(plan, 1, k[:, :count], k[:, :count])
     assert torch.equal(keys, torch.cat([k, k[:, :20]], 1))
     cache.step([other], 1)  # takes the page that would follow
     plan = cache.plan(s, 40, causal=True)
     keys, _ = cache.extend(plan, 1, k, k)
-    assert keys.untyped_storage().data_ptr() != cache._memory.k[0].untyped_storage().data_ptr()
+    assert keys.untyped_storage().data_ptr() != cache._memory.stored[0][0].untyped_storage().data_ptr()
     assert torch.equal(keys, torch.cat([k, k[:, :20], k], 1))
 
 
@@ -777,7 +777,7 @@ def test_shared_values_are_columns_of_keys() -> None:
     assert torch.equal(keys, k)
     assert torch.equal(values, k[..., :6])
     assert "head_dim_v shared" in cache.describe()
-    assert cache._memory.v[0].untyped_storage().data_ptr() == cache._memory.k[0].untyped_storage().data_ptr()
+    assert cache._memory.pools[0].v.data_ptr() == cache._memory.stored[0][0].data_ptr()
 
 
 def test_extend_casts_under_autocast_only() -> None:
@@ -1114,7 +1114,7 @@ def test_more_replays_than_room_are_found_and_harm_no_other_sequence() -> None:
     cache, rows = whole.cache, [whole.add(), whole.add()]
     whole.extend(rows[1], 15)
     step = cache.step(rows[:1], 1)
-    pages = [x.clone() for x in cache._memory.k]
+    pages = [x.clone() for x, *_ in cache._memory.stored]
     taken = [list(cache._slots[1].pages[kind][0]) for kind in range(2)]
     for _ in range(20):
         step._advanced = 0  # as replays of a graph, which the host does not see
@@ -1127,7 +1127,7 @@ def test_more_replays_than_room_are_found_and_harm_no_other_sequence() -> None:
     assert cache.lengths == {0: 16, 1: 15}
     for kind, kept in enumerate(taken):
         at = torch.cat([torch.arange(16 * page, 16 * page + 16) for page in kept])
-        assert torch.equal(cache._memory.k[kind][:, :, at].nan_to_num(), pages[kind][:, :, at].nan_to_num())
+        assert torch.equal(cache._memory.stored[kind][0][:, :, at].nan_to_num(), pages[kind][:, :, at].nan_to_num())
 
 
 def test_checking_mode_finds_tables_and_queries_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:

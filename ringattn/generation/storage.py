@@ -55,9 +55,8 @@ class Memory:
         kind_of: the kind of each layer.
 
     Attributes:
-        k, v: of each kind, (layers, kv_heads, pages * page_size, head_dim or head_dim_v).
-        scales: of each kind, those of keys and, unless values are shared, of values, (layers, kv_heads, pages *
-            page_size) float32; none but for e4m3.
+        stored: of each kind, (layers, kv_heads, slots, ...): keys and, unless they are shared, values, and of e4m3 the
+            float32 scales of each.
         positions: of all kinds, one after another: (slots,) int32.
         order: of all steps, see :mod:`.decoding`.
         base: where the slots of each kind begin in it.
@@ -69,57 +68,47 @@ class Memory:
         self, kinds: Sequence[Kind], kind_of: Sequence[int], token: TokenShape, page_size: int, device: torch.device
     ) -> None:
         self.kind_of, self.token, self.page_size = tuple(kind_of), token, page_size
-        self.k: list[Tensor] = []
-        self.v: list[Tensor] = []
-        self.scales: list[list[Tensor]] = []
+        self.stored: list[list[Tensor]] = []
         self.base = [0]
         self.spare = [kind.pages for kind in kinds]
         for kind, (_, pages, _) in enumerate(kinds):
             slots = (pages + 1) * page_size
             self.base.append(self.base[-1] + slots)
             shape = (kind_of.count(kind), token.kv_heads, slots)
-            self.k.append(torch.empty(*shape, token.head_dim, dtype=token.dtype, device=device))
-            own = self.k[-1][..., : token.head_dim_v]
-            if not token.shared_values:
-                own = torch.empty(*shape, token.head_dim_v, dtype=token.dtype, device=device)
-            self.v.append(own)
-            count = 0 if token.dtype != E4M3 else 1 if token.shared_values else 2
-            self.scales.append([torch.empty(*shape, device=device) for _ in range(count)])
+            dims = [token.head_dim] if token.shared_values else [token.head_dim, token.head_dim_v]
+            tensors = [torch.empty(*shape, dim, dtype=token.dtype, device=device) for dim in dims]
+            scales = [torch.empty(*shape, device=device) for _ in dims if token.dtype == E4M3]
+            self.stored.append(tensors + scales)
         self.order = torch.zeros(())
         self.positions = torch.zeros(self.base.pop(), dtype=torch.int32, device=device)
         self.pools = []
         used = [0] * len(kinds)
         for kind in kind_of:
-            k, v = self.k[kind][used[kind]], self.v[kind][used[kind]]
+            k, *others = (x[used[kind]] for x in self.stored[kind])
+            v, *scales = [k[..., : token.head_dim_v], *others] if token.shared_values else others
             at = self.positions[self.base[kind] :][: k.shape[1]]
-            scales = [x[used[kind]] for x in self.scales[kind]]
             self.pools.append(Pool(k, v, at, page_size, token.shared_values, *scales[:1], *scales[-1:]))
             used[kind] += 1
 
     @property
     def bytes(self) -> int:
         """Bytes of all of it."""
-        tensors = [self.positions, *(x for kind in range(len(self.k)) for x in self._of_kind(kind))]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return sum(x.nbytes for x in (self.positions, *(x for tensors in self.stored for x in tensors)))
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy pages of this rank, in this order."""
         size = self.page_size
         for kind, _, source, target in copies:
             begin = self.base[kind]
-            for x, dim in (*((x, 2) for x in self._of_kind(kind)), (self.positions[begin:], 0)):
+            for x, dim in (*((x, 2) for x in self.stored[kind]), (self.positions[begin:], 0)):
                 x.narrow(dim, target * size, size).copy_(x.narrow(dim, source * size, size))
 
     def move(self, kind: int, source: Tensor, target: Tensor, positions: Tensor) -> None:
         """Copy tokens from some physical slots to others of all layers of a kind, and give them these positions."""
-        for x in self._of_kind(kind):
+        for x in self.stored[kind]:
             x = x.view(torch.uint8) if x.dtype == E4M3 else x  # torch copies no e4m3 by index
             x.index_copy_(2, target, x.index_select(2, source))
         self.positions[self.base[kind] :].index_copy_(0, target, positions)
-
-    def _of_kind(self, kind: int) -> list[Tensor]:
-        """Return all that the layers of a kind store of tokens: (layers, kv_heads, slots, ...)."""
-        return [self.k[kind], *([] if self.token.shared_values else [self.v[kind]]), *self.scales[kind]]
 
 
 def check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:

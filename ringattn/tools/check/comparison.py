@@ -14,7 +14,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,20 +100,19 @@ class _Run:
     gradients: dict[str, Tensor]
     recorder: Recorder
     plan: Plan
-    random: bool = False  # whether it drew random numbers
+    random: bool  # whether it drew random numbers
 
 
 @dataclass(frozen=True)
 class _Case:
     """What both runs share."""
 
-    model: nn.Module  # a copy with perturbed weights
     batch: Mapping[str, Any]
     step: Step
     plan: Plan
     wrapper: str
     tolerance: float
-    copies: list[nn.Module] = field(default_factory=list)  # made before ranks start: threads share random numbers
+    copies: list[nn.Module]  # with perturbed weights, made before ranks start: threads share random numbers
 
 
 def check(
@@ -167,14 +166,13 @@ def check(
         raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns, or None")
     perturbed = _perturbed(model)
     first = next(iter(perturbed.parameters()))
-    number = plan.world_size if plan.world_size > 1 else ranks
     copies = [copy.deepcopy(perturbed) for _ in range(1 if plan.world_size > 1 else ranks)]
-    case = _Case(perturbed, batch, step or _step, plan, wrapper, _TOLERANCES[first.dtype], copies)
+    case = _Case(batch, step or _step, plan, wrapper, _TOLERANCES[first.dtype], copies)
     whole = _run(case, perturbed, VirtualRank(0, 1, first.device), "contiguous")
     if plan.world_size > 1:
         report = _compared(case, whole, plan.transport)
     else:
-        report = virtual.run(number, lambda rank: _compared(case, whole, rank), first.device)[0]
+        report = virtual.run(ranks, lambda rank: _compared(case, whole, rank), first.device)[0]
     if not report.exact:
         raise NotExact(report)
     return report
