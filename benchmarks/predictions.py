@@ -103,8 +103,8 @@ def predict(machine: Machine, costs: Costs, problem: Problem) -> Predicted:
     with no_file():
         choice = ringattn.plan(problem.tokens * machine.world, layout=problem.layout, **problem.arguments).choice
     assert choice is not None
-    found = dataflow_time.choose(choice.problem, costs, "", shape).candidates
-    auto = dataflow_time.choose(choice.problem, costs, "").dataflow
+    found = dataflow_time.Choice(choice.problem, costs, "", shape).candidates
+    auto = dataflow_time.Choice(choice.problem, costs, "").dataflow
     return Predicted({c.dataflow: (c.forward, c.backward) for c in found}, auto)
 
 

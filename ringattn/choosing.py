@@ -9,9 +9,9 @@ without a message.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from .layouts import needs as needs_of_ranks
@@ -75,26 +75,21 @@ def place_best(
     busiest = max(pairs) * len(pairs) / max(1, sum(pairs))
     if costs is None or busiest < 1 + WORTH:
         why = f"layout: auto chose zigzag, whose busiest rank has {busiest:.3f} of the mean work"
-        return zigzag._replace(why=why), None
+        return replace(zigzag, why=why), None
     balanced = place(request, "balanced")
     choices = choose(request, transport, costs, zigzag), choose(request, transport, costs, balanced)
-    slow, fast = (_milliseconds(choice, request.dataflow) for choice in choices)
+    slow, fast = (c.best.ms if request.dataflow == "auto" else c.of(request.dataflow).ms for c in choices)
     words = f"{fast:.2f} ms a layer by the model, zigzag {slow:.2f} ms, with {busiest:.2f} of the mean work on a rank"
     if slow >= fast * (1 + WORTH):
-        return balanced._replace(why=f"layout: auto chose balanced: {words}"), choices[1]
-    return zigzag._replace(why=f"layout: auto chose zigzag, as balanced would gain too little: {words}"), choices[0]
-
-
-def _milliseconds(choice: Choice, dataflow: str) -> float:
-    named = [candidate.ms for candidate in choice.candidates if candidate.dataflow == dataflow]
-    return min(named or [candidate.ms for candidate in choice.candidates])
+        return replace(balanced, why=f"layout: auto chose balanced: {words}"), choices[1]
+    return replace(zigzag, why=f"layout: auto chose zigzag, as balanced would gain too little: {words}"), choices[0]
 
 
 def choose(request: Request, transport: Transport, costs: tuple[Costs, str], placement: Placement) -> Choice:
-    """Return the dataflows for a placement, the fastest first."""
-    from .predict import dataflow_time
+    """Return the dataflows for a placement."""
+    from .predict.dataflow_time import Choice
 
-    return dataflow_time.choose(_problem(request, transport, placement), *costs)
+    return Choice(_problem(request, transport, placement), *costs)
 
 
 def _problem(request: Request, transport: Transport, placement: Placement) -> Problem:
@@ -102,13 +97,7 @@ def _problem(request: Request, transport: Transport, placement: Placement) -> Pr
     from .predict.dataflow_time import Problem
 
     queries, keys, n = placement.shards, placement.shards_k, request.world_size
-    tokens, runs = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
-    visitors = np.arange(n).repeat(list(map(len, placement.fetches)))
-    fetched = list(itertools.chain.from_iterable(placement.fetches))
-    owners = np.array([run.owner for run in fetched], np.int64)
-    np.add.at(tokens, (visitors, owners), [run.length for run in fetched])
-    np.add.at(runs, (visitors, owners), 1)
-    needs = tuple(map(tuple, (runs > 0).tolist()))
+    fetched, runs = placement.moved
     neighbours = all(run.step == 1 for shard in keys for run in shard)  # which copies move
     pulls = transport.pulls and neighbours
     return Problem(
@@ -118,10 +107,10 @@ def _problem(request: Request, transport: Transport, placement: Placement) -> Pr
         queries=[length(shard) for shard in queries],
         keys=[length(shard) for shard in keys],
         pairs=needs_of_ranks.pairs(request.mask, queries, keys),
-        fetched=tokens,
+        fetched=fetched,
         runs=runs,
-        ring=Schedule(n, needs, request.local_size),
-        reduce=Schedule(n, tuple(zip(*needs, strict=True)), request.local_size),
+        ring=Schedule(n, placement.needs, request.local_size),
+        reduce=Schedule(n, tuple(zip(*placement.needs, strict=True)), request.local_size),
         nodes=request.nodes if relays(request.nodes) and not pulls else (),
         pulls_inside=transport.linked == request.nodes and neighbours,
     )

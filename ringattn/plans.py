@@ -114,8 +114,8 @@ class Plan:
             request.timeout,
         )
         self.nodes, self.row = request.nodes, request.row
-        self.layout, self.shards, self.shards_k, self.fetches, self.why = placement
-        self.needs = placement.needs
+        self.layout, self.why, self.needs = placement.layout, placement.why, placement.needs
+        self.shards, self.shards_k, self.fetches = placement.shards, placement.shards_k, placement.fetches
         self.dataflow, self.flow, self.choice, self.digest = dataflow, flow, choice, digest
         self.schedule: Schedule = flow.schedule(self.needs, request.local_size)
         self.transport, self.rank, self.world_size = transport, transport.rank, transport.world_size

@@ -97,7 +97,7 @@ def test_interleaved_tokens_are_not_pulled() -> None:
 def slower(problem: dataflow_time.Problem, by: float, *names: str) -> dict[str, float]:
     base = cost.default(problem.device_type, "copy engines")
     costs = replace(base, **{n: getattr(base, n) / by if n.endswith("gbs") else getattr(base, n) * by for n in names})
-    return {c.dataflow: c.ms for c in dataflow_time.choose(problem, costs, "").candidates}
+    return {c.dataflow: c.ms for c in dataflow_time.Choice(problem, costs, "").candidates}
 
 
 @pytest.mark.parametrize("tokens", [2048, 16384])
@@ -148,7 +148,7 @@ def ring_ms(pairs: list[list[float]], **change: float) -> tuple[float, float]:
         contention=0.0,
     )
     costs = replace(cost.DEFAULTS["cuda", "copy engines"], **free | dict(message_gbs=1e9) | change)
-    found = dataflow_time.choose(problem, costs, "").of("ring")
+    found = dataflow_time.Choice(problem, costs, "").of("ring")
     return found.forward, found.backward
 
 
@@ -171,9 +171,9 @@ def test_a_rank_of_a_ring_waits_for_its_neighbours_only() -> None:
 def test_a_reduce_has_a_least_time_of_its_own() -> None:
     problem = choice(64, 2).problem
     base = cost.DEFAULTS["cuda", "copy engines"]
-    slow = dataflow_time.choose(problem, replace(base, reduce_forward_ms=7.0, reduce_backward_ms=11.0), "").of("reduce")
+    slow = dataflow_time.Choice(problem, replace(base, reduce_forward_ms=7.0, reduce_backward_ms=11.0), "").of("reduce")
     assert (slow.forward, slow.backward) == (21.0, 33.0), "two steps, and the hop home"
-    assert dataflow_time.choose(problem, base, "").of("ring").forward == 2 * base.ring_forward_ms
+    assert dataflow_time.Choice(problem, base, "").of("ring").forward == 2 * base.ring_forward_ms
 
 
 def test_one_rank_and_nothing_to_move() -> None:

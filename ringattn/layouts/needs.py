@@ -63,7 +63,7 @@ def located(shards: Sequence[Shard]) -> tuple[list[Located], bool]:
 
 
 def _of_neighbours(
-    seen: Integers, begin: Integers, step: Integers, length: Integers, owner: Integers, at: Integers
+    seen: Sequence[Integers], begin: Integers, step: Integers, length: Integers, owner: Integers, at: Integers
 ) -> Sequence[Integers]:
     """Return the visible parts of disjoint runs, which are sorted by their beginning: ranks, first positions, past the
     last ones, owners, offsets and lengths. ``at``: where a run begins in the shard of its owner."""
@@ -109,30 +109,17 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
     work, n, size = Work.of_mask(mask), len(shards), max(1, mask.seq_len // (4 * len(shards)))
     if not starts.size or not queries.size:
         return np.zeros((n, n))
-    order = starts.argsort()
-    starts, lengths, owners = starts[order], (stops - starts)[order], owners[order]
-    keys_before = np.zeros((len(starts) + 1, n))
-    keys_before[np.arange(1, len(starts) + 1), owners] = lengths
-    keys_before = keys_before.cumsum(0)  # of each owner before each run
-
     begin, past, rank = _pieces(queries, size)
-    pieces, seen = np.arange(len(rank)), np.zeros((len(rank), n))
-
-    def add(keys: Integers, sign: int) -> None:
-        """Add how many keys of each owner are before a position, to what each piece sees."""
-        index = np.maximum(np.searchsorted(starts, keys, side="right") - 1, 0)
-        seen[:] += sign * keys_before[index]
-        seen[pieces, owners[index]] += sign * np.clip(keys - starts[index], 0, lengths[index])
-
-    for member in mask.members:
-        for start, end in zip(*member.intervals(torch.from_numpy(begin + (past - begin) // 2)), strict=True):
-            add(end.numpy(), 1)
-            add(start.numpy(), -1)
+    middle = torch.from_numpy(begin + (past - begin) // 2)
+    bounds = np.concatenate([torch.stack(member.intervals(middle)).numpy() for member in mask.members], 1)
+    seen = np.tile(np.arange(len(rank)), bounds.shape[1]), *bounds.astype(np.int64).reshape(2, -1)
+    order = starts.argsort()
+    runs = (x[order] for x in (starts, steps, stops - starts, owners, owners))
+    piece, _, _, owner, _, count = _of_neighbours(seen, *runs)
     exact = (work.before_all(past) - work.before_all(begin)) / mask.rows
-    seen *= (exact / np.maximum(seen.sum(1), 1))[:, None]
-    sums = torch.zeros(n, n, dtype=torch.float64, device="cpu")
-    numbers: Numbers = sums.index_add_(0, torch.from_numpy(rank), torch.from_numpy(seen)).numpy()
-    return numbers
+    share = exact / np.maximum(np.bincount(piece, count, len(rank)), 1)
+    numbers: Numbers = np.bincount(rank[piece] * n + owner, count * share[piece], n * n)
+    return numbers.reshape(n, n)
 
 
 def _pieces(runs: Integers, size: int) -> tuple[Integers, Integers, Integers]:

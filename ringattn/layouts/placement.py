@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import itertools
+from dataclasses import dataclass
 
+import numpy as np
+
+from ..masks.intervals import Integers
 from .schedule import Fetch
 from .shards import Shard
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True)
+class Placement:
     """Which tokens each rank holds, by a layout, and what it needs of others.
 
     Attributes:
@@ -23,8 +29,18 @@ class Placement(NamedTuple):
     fetches: tuple[tuple[Fetch, ...], ...]
     why: str = ""
 
-    @property
+    @functools.cached_property
     def needs(self) -> tuple[tuple[bool, ...], ...]:
         """``needs[q_rank][k_rank]``: some query of one rank sees some key of the other."""
-        owners = [{run.owner for run in runs} for runs in self.fetches]
-        return tuple([tuple([owner in some for owner in range(len(owners))]) for some in owners])
+        return tuple(map(tuple, (self.moved[1] > 0).tolist()))
+
+    @functools.cached_property
+    def moved(self) -> Integers:
+        """The tokens that a rank takes of another one, and their runs: (2, q_rank, k_rank)."""
+        moved = np.zeros((2, len(self.shards), len(self.shards)), np.int64)
+        visitors = np.arange(len(self.shards)).repeat(list(map(len, self.fetches)))
+        runs = list(itertools.chain.from_iterable(self.fetches))
+        owners = np.array([run.owner for run in runs], np.int64)
+        np.add.at(moved[0], (visitors, owners), [run.length for run in runs])
+        np.add.at(moved[1], (visitors, owners), 1)
+        return moved

@@ -85,10 +85,9 @@ class Schedule:
         size, groups = self.local_size, self.world_size // self.local_size
         ranks = [divmod(rank, size) for rank in range(self.world_size)]
         met = {
-            ((ranks[r][0] - ranks[o][0]) % groups, (ranks[r][1] - ranks[o][1]) % size)
-            for r, row in enumerate(self.needs)
-            for o, needed in enumerate(row)
-            if needed
+            ((r[0] - o[0]) % groups, (r[1] - o[1]) % size)
+            for r, row in zip(ranks, self.needs, strict=True)
+            for o in itertools.compress(ranks, row)
         }
         return (0, 0), *(shift for shift in _walk(groups, size)[1:] if shift in met)
 

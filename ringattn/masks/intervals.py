@@ -16,6 +16,7 @@ after the other and carry their state, so that a mask is the sum of its members 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -136,6 +137,10 @@ class Mask:
 
     def digest(self) -> int:
         """Return a 63-bit hash of the mask's value, the same in every process."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> int:
         h = hashlib.blake2b(digest_size=8)
         for m in self.members:
             h.update(f"{m.seq_len} {m.seq_len_k} {tuple(m.first.shape)}".encode())
@@ -355,10 +360,9 @@ def _intersection(a: Intervals, b: Intervals) -> Intervals:
 
 def table(shards: Sequence[Sequence[range]]) -> Integers:
     """Return the shard, start, stop and step of every run that is not empty, in order: (4, runs)."""
-    runs = [[run for run in shard if run] for shard in shards]
-    numbers = [number for shard in runs for run in shard for number in (run.start, run.stop, run.step)]
-    owners = np.arange(len(runs)).repeat(list(map(len, runs)))
-    return np.concatenate([owners[None], np.array(numbers, np.int64).reshape(-1, 3).T])
+    runs = ((shard, run) for shard, several in enumerate(shards) for run in several if run)
+    numbers = [number for shard, run in runs for number in (shard, run.start, run.stop, run.step)]
+    return np.array(numbers, np.int64).reshape(-1, 4).T
 
 
 def _flat_part(owner: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,6 +19,7 @@ constants.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,42 +89,50 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The outcome. ``candidates``: the best first; ``source``: where the constants of ``costs`` come from."""
+    """The dataflows for a problem, each predicted when it is asked for; ``source``: where ``costs`` come from."""
 
     problem: Problem
-    candidates: tuple[Candidate, ...]
-    note: str
     costs: Costs
     source: str
+    shape: Shape = field(default_factory=Shape)
+
+    @functools.cached_property
+    def best(self) -> Candidate:
+        """What the model finds fastest, the first of ring, gather, reduce if they are equal."""
+        gather = self.of("gather")
+        others = [_least_ms(self.problem, self.costs, self.shape, name) for name in ("ring", "reduce")]
+        return gather if gather.ms < min(others) else self.candidates[0]
 
     @property
     def dataflow(self) -> str:
-        return self.candidates[0].dataflow
+        return self.best.dataflow
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """All of them, the best first."""
+        return sorted(map(self.of, ("ring", "gather", "reduce")), key=lambda c: c.ms)
 
     def of(self, dataflow: str) -> Candidate:
-        return next(c for c in self.candidates if c.dataflow == dataflow)
+        if dataflow not in self._known:
+            self._known[dataflow] = predict(self.problem, self.costs, self.shape, dataflow)
+        return self._known[dataflow]
+
+    @functools.cached_property
+    def _known(self) -> dict[str, Candidate]:
+        return {}
 
     def __str__(self) -> str:
         first, *others = self.candidates
         against = "; ".join(f"{c.dataflow} {c.ms:.2f} ms" if math.isfinite(c.ms) else c.why for c in others)
-        s = Shape()
+        s, p = self.shape, self.problem
+        cut, size = len(_waves(p, s)), p.buffer_bytes / 2**30
+        note = f"{p.link}, {f'{size:.1f} GiB buffer' if size >= 0.05 else f'{p.buffer_bytes} bytes of buffer'}"
+        note += f", {cut} wave{'s' * (cut > 1)}" if p.pulls else ""
         heads = f"{s.q_heads}/{s.kv_heads} heads of {s.head_dim}"  # of any model: a plan is made before its tensors are
-        lines = [f"auto chose {first.dataflow}: {first.ms:.2f} ms for {heads}; {against} ({self.note})"]
+        lines = [f"auto chose {first.dataflow}: {first.ms:.2f} ms for {heads}; {against} ({note})"]
         lines += [f"  {c.dataflow}: {c.why}" for c in self.candidates if math.isfinite(c.ms)]
         lines.append(f"  modelled forward + backward of one layer, {s.itemsize} bytes; costs: {self.source}")
         return "\n".join(lines)
-
-
-def choose(problem: Problem, costs: Costs, source: str, shape: Shape | None = None) -> Choice:
-    """Return the dataflow that the model finds fastest, the first of ring, gather, reduce if they are equal."""
-    s = shape or Shape()
-    candidates = [predict(problem, costs, s, dataflow) for dataflow in ("ring", "gather", "reduce")]
-    cut = len(_waves(problem, s))
-    size = problem.buffer_bytes / 2**30
-    how = f"{size:.1f} GiB buffer" if size >= 0.05 else f"{problem.buffer_bytes} bytes of buffer"
-    waves_ = f", {cut} wave{'s' * (cut > 1)}" if problem.pulls else ""
-    note = f"{problem.link}, {how}{waves_}"
-    return Choice(problem, tuple(sorted(candidates, key=lambda c: c.ms)), note, costs, source)
 
 
 def predict(problem: Problem, costs: Costs, shape: Shape, dataflow: str) -> Candidate:
@@ -268,6 +277,24 @@ def _walk(p: Problem, costs: Costs, s: Shape, dataflow: str) -> list[_Pass]:
         total = float(begin[i].max()) + what.finished * (count > 1) / costs.memory_gbs / 1e6
         passes.append(_Pass(max(total, floor), float(busy[i].max()), float(moving[i]), floor, busy[i]))
     return passes
+
+
+def _least_ms(p: Problem, costs: Costs, s: Shape, dataflow: str) -> float:
+    """Return a time that neither pass of :func:`_walk` can beat: that of a rank which waits for no other one, attends
+    all at once, and has the fastest links."""
+    ring = dataflow == "ring"
+    hops, least = max(map(sum, (p.ring if ring else p.reduce).needs)) - 1, 0.0  # at least
+    for backward in (False, True):
+        work = attention_ms(p.pairs.sum(int(ring)), costs, s, backward) * _factors(p.slow, len(p.pairs))
+        moved = _moved(p, s, dataflow, backward)
+        size, number = moved.shard + moved.part, moved.shards + moved.parts
+        link = min(
+            number * ms + size / gbs / 1e6
+            for ms, gbs in ((costs.message_ms, costs.message_gbs), (costs.local_ms, costs.local_gbs))
+        )
+        both = float(work.max()), hops * link
+        least += max(both) + costs.contention * min(both)
+    return least * (1 - 1e-9)  # sums of another order
 
 
 def _factors(factors: Mapping[int, float], n: int) -> Numbers:
