@@ -56,7 +56,7 @@ FEW = 12  # choices with the nearest numbers of pairs, whose tiles are counted
 
 
 def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
-    """Return the pieces of every rank, in any order, with equal tokens (within one) and nearly equal visible pairs."""
+    """Return the runs of every rank, growing, with equal tokens (within one) and nearly equal visible pairs."""
     work = Work.of_mask(mask)
     group = max(1, min(GROUP, mask.seq_len // (16 * world_size)))
     cuts = [mask.seq_len * i // world_size for i in range(world_size + 1)]
@@ -77,7 +77,7 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     for share, host in zip(shares, hosts, strict=True):
         row = _Row(work, share)
         peeled = row.divide(host)
-        shards += Pairwise(work, peeled, row.max_pairs, again).improve() if work.causal else peeled
+        shards += Pairwise(work, peeled, row.max_pairs, again).improve() if work.causal else map(joined, peeled)
     return shards[::-1]  # the first pieces come from the end of a row that is one document
 
 

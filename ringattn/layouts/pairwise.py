@@ -13,6 +13,7 @@ has many more than the mean.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -54,7 +55,7 @@ class Pairwise:
     def __init__(self, work: Work, shards: Sequence[Sequence[range]], max_pairs: int, divide: Divide) -> None:
         self.work, self.max_pairs, self.divide = work, max_pairs, divide
         self.shards = [joined(pieces) for pieces in shards]
-        self.tokens = sum(len(run) for runs in self.shards for run in runs) // len(shards)
+        self.tokens = sum(map(len, itertools.chain(*self.shards))) // len(shards)
         self.bounds = np.array(work.cuts)
         self.tiles, self.fetched = self._measured(self.shards)
         self.mean = max(1, sum(self.tiles) // len(shards))

@@ -46,8 +46,7 @@ def striped(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
 def balanced(mask: Mask, world_size: int, local_size: int) -> tuple[Shard, ...]:
     from . import balance
 
-    shards = balance.peel(mask, world_size, local_size)
-    return tuple(_runs(*sorted(pieces, key=lambda piece: piece.start)) for pieces in shards)
+    return tuple(map(tuple, balance.peel(mask, world_size, local_size)))
 
 
 LAYOUTS: dict[str, Callable[[Mask, int, int], tuple[Shard, ...]]] = {
