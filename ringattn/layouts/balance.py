@@ -39,6 +39,7 @@ from ..masks.pairs import Work
 from .documents import LONG, TILE, joined, tiles_of, tiles_of_each
 from .halving import halve
 from .pairwise import Pairwise
+from .schedule import records
 
 GROUP = 1024  # neighbouring documents are kept together up to this many tokens, for few runs per rank
 FLAT = 1000  # work that differs from the mean by less than the mean over this is equal
@@ -219,7 +220,7 @@ class _Row:
         tiles = TILE * tiles_of_each(start, stop, bounds)
         columns = density, start, stop, pairs, tiles, start - begin + 1, last, before
         order = np.lexsort((start, density))
-        return list(map(_Part, *(column[order].tolist() for column in columns)))
+        return records(_Part, *(column[order] for column in columns))
 
     def _part(self, run: range) -> _Part:
         work, start, stop = self.work, run.start, run.stop

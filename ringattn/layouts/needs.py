@@ -11,7 +11,7 @@ import torch
 from ..masks.intervals import Integers, Mask, table
 from ..masks.pairs import Numbers, Work, estimate_pairs
 from .alignment import first_rows
-from .schedule import Fetch
+from .schedule import Fetch, records
 from .shards import Shard
 
 
@@ -43,7 +43,7 @@ def fetches(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> t
     else:
         offset = np.concatenate([[0], np.cumsum(count)])
         row = offset[:-1] - offset[cuts[rank]]
-    taken = list(map(Fetch, owner.tolist(), at.tolist(), count.tolist(), row.tolist()))
+    taken = records(Fetch, owner, at, count, row, np.ones_like(row))
     return tuple([tuple(taken[first:stop]) for first, stop in itertools.pairwise(cuts.tolist())])
 
 

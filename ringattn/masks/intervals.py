@@ -360,9 +360,9 @@ def _intersection(a: Intervals, b: Intervals) -> Intervals:
 
 def table(shards: Sequence[Sequence[range]]) -> Integers:
     """Return the shard, start, stop and step of every run that is not empty, in order: (4, runs)."""
-    runs = ((shard, run) for shard, several in enumerate(shards) for run in several if run)
-    numbers = [number for shard, run in runs for number in (shard, run.start, run.stop, run.step)]
-    return np.array(numbers, np.int64).reshape(-1, 4).T
+    runs = [run for shard in shards for run in shard if run]
+    owners = np.arange(len(shards)).repeat([sum(map(bool, shard)) for shard in shards])
+    return np.array([owners, [run.start for run in runs], [run.stop for run in runs], [run.step for run in runs]])
 
 
 def _flat_part(owner: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
