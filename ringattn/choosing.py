@@ -18,7 +18,7 @@ from .layouts import needs as needs_of_ranks
 from .layouts.placement import Placement
 from .layouts.relay import relays
 from .layouts.schedule import Schedule
-from .layouts.shards import LAYOUTS, Shard, append, length
+from .layouts.shards import LAYOUTS, Shard, append
 from .masks.common import full
 from .masks.pairs import Work
 from .plan_arguments import Request, Split
@@ -104,8 +104,8 @@ def _problem(request: Request, transport: Transport, placement: Placement) -> Pr
         device_type=transport.device.type,
         pulls=pulls,
         buffer_bytes=request.buffer_bytes,
-        queries=[length(shard) for shard in queries],
-        keys=[length(shard) for shard in keys],
+        queries=placement.lengths[0],
+        keys=placement.lengths[1],
         pairs=needs_of_ranks.pairs(request.mask, queries, keys),
         fetched=fetched,
         runs=runs,

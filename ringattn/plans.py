@@ -127,8 +127,7 @@ class Plan:
         self._unchecked: Agreement | None = None  # on the arguments of plan()
         self._trusts = False  # that a call is the same on all ranks if they have compared one like it
         # Not when first asked for, which may be inside torch.compile: it cannot trace lengths of ranges.
-        self.local_lengths = tuple(map(layouts.length, self.shards))
-        self.local_lengths_k = tuple(map(layouts.length, self.shards_k))
+        self.local_lengths, self.local_lengths_k = placement.lengths
         self.handle = by_handle.add(self)
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ All arithmetic is in integers, so that every rank finds the same shards without 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -277,6 +278,8 @@ class _Row:
         columns: tuple[list[Any], ...] = parts, self.sizes, self.pairs, self.tiles
         cuts = [(of, lower)] if of else []
         for end, tokens, first in ((heavy, t, 0), (light, window, skip), (light, lightest, 0)):
+            if not tokens:
+                continue
             past, cut = end.split(tokens, first)
             cuts += cut
             self.pairs_left -= end.pairs[past] - end.pairs[first]
@@ -411,7 +414,7 @@ class _Search:
         last_skip = bisect_left(light.tokens, light.tokens[limit] - want + 1) - 1  # parts that can be skipped
         if not want or last_skip <= 0:
             return
-        low = bisect_left(range(last_skip), target, key=lambda skip: light.pairs_of(want, skip))
+        low = bisect_left(range(last_skip), target, key=functools.partial(light.pairs_of, want))
         for skip in range(max(1, low - wide), min(last_skip, low + wide) + 1):
             yield light.pairs_of(want, skip) - target, _Choice(t, 0, skip, want)
             last = bisect_right(light.tokens, light.tokens[skip] + want) - 1

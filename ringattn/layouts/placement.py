@@ -10,7 +10,7 @@ import numpy as np
 
 from ..masks.intervals import Integers
 from .schedule import Fetch
-from .shards import Shard
+from .shards import Shard, length
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class Placement:
     shards_k: tuple[Shard, ...]
     fetches: tuple[tuple[Fetch, ...], ...]
     why: str = ""
+
+    @functools.cached_property
+    def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Queries and keys that each rank holds."""
+        queries = tuple(map(length, self.shards))
+        return queries, queries if self.shards_k is self.shards else tuple(map(length, self.shards_k))
 
     @functools.cached_property
     def needs(self) -> tuple[tuple[bool, ...], ...]:
