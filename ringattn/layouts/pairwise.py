@@ -57,12 +57,14 @@ class Pairwise:
         self.shards = [joined(pieces) for pieces in shards]
         self.tokens = sum(map(len, itertools.chain(*self.shards))) // len(shards)
         self.bounds = np.array(work.cuts)
-        self.tiles, self.fetched = self._measured(self.shards)
-        self.mean = max(1, sum(self.tiles) // len(shards))
         self.in_vain = set[tuple[int, int, int, int]]()
 
     def improve(self) -> list[list[range]]:
         """Return shards that fetch less and have more even tiles, with as many tokens on every rank as before."""
+        if sum(sorted(map(len, self.shards))[:2]) > RUNS:
+            return self.shards
+        self.tiles, self.fetched = self._measured(self.shards)
+        self.mean = max(1, sum(self.tiles) // len(self.shards))
         self._set_price(PRICE)
         for _ in range(ROUNDS):
             done = set[int]()
