@@ -121,6 +121,9 @@ def test_what_attention_keeps_is_a_part_of_what_a_backward_needs(hosts: int, dat
     flow, plan = dataflows.choose(row.kind, False), one_layer._plan(row)
     assert kept + more == flow.memory_bytes(plan, shape, True)
     assert (kept > 0) == (row.kind == "gather" and not row.flat), "messages keep nothing"
+    words = f"{memory.LABELS['attention']}, in addition to q, k, v, out: "  # as the command says it, the same bytes
+    said = re.search(words + r".* MiB forward, ([\d.]+) MiB backward", flow.describe(plan, shape, "auto"))
+    assert float(said[1]) == pytest.approx((kept + more) / 2**20, abs=0.06)  # type: ignore[index]
     if hosts == 1 and kept:  # as in a forward, and what three others push
         assert kept == flow.memory_bytes(plan, shape, False) + 3 * row.tokens * shape.kv_elements * 4
 
@@ -512,8 +515,10 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
     assert re.search(r"best: .* tokens per GPU\n  [\d.]+ s a step, [\d.]+ s a row, .* tokens/s/GPU, MFU \d", text)
     assert "logits of 4,096 tokens at a time" in text
     assert "loss = ringattn.loss.linear_cross_entropy(hidden, self.lm_head.weight, shift_labels" in text
-    for name in (*memory.LABELS.values(), "waiting", "alternatives", "longest row over", "double ring over 16"):
+    for name in (*memory.LABELS.values(), "waiting", "alternatives", "double ring over 16"):
         assert name in text, name
+    best = re.search(r"^best: (.* over \d+ GPUs?),", text, re.M)[1]  # type: ignore[index]
+    assert f"  longest row, {best}:" in text
     status, words, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "2x8", "--json", "--slow", "3:1.5")
     slow = json.loads(words)
     assert status == 0
@@ -549,7 +554,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing fits, not even 128 tokens on each GPU" in text
     status, text, _ = run(capsys, "--model", "llama-3.1-8b", "--gpus", "1", "--gpu", "h100", "--host-gib", "0")
     assert status == 1
-    assert re.search(r"nothing fits; the longest row that does has \d+,\d+ tokens", text)
+    assert re.search(r"nothing fits; the longest row that does has \d+,\d+ tokens, gather over 1 GPU$", text, re.M)
 
 
 @pytest.mark.parametrize(

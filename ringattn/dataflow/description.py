@@ -63,7 +63,8 @@ def describe(flow: Flow, plan: Plan, shape: Shape, kernel: str, blocks: Iterable
         lines.append(f"  {work_of_ranks(work)}")
     else:
         lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
-    lines.append("  memory in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward".format(*memory))
+    of_attention = "  buffers of attention, in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward"
+    lines.append(of_attention.format(*memory))
     lines += kernels(blocks, plan, shape, kernel)
     lines += [plan.why] * bool(plan.why)
     return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])

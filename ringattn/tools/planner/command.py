@@ -36,7 +36,7 @@ from .hardware import GPUS, Cluster, cluster, count
 from .inference import Answer, Question, answers, lines_of
 from .memory import LABELS, OPTIMIZERS, Switches
 from .model_shapes import MODELS, from_config, named
-from .one_layer import LONGEST
+from .one_layer import LONGEST, Row
 from .training_step import Step
 from .ways import MOST, Problem, Verdict, longest, verdicts
 
@@ -151,13 +151,18 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return Problem(shape, machines, context, switches, host, slow, slow_link)
 
 
+def shared(row: Row) -> str:
+    """Return how many GPUs share a row, and by which dataflow."""
+    return f"{row.dataflow} over {row.ranks} GPU{'s' * (row.ranks > 1)}"
+
+
 def name_of(verdict: Verdict, machines: Cluster) -> str:
     """Return which GPUs share a row, and how."""
-    way, ranks = verdict.way, verdict.way.row.ranks
-    rows = machines.gpus // ranks
+    way = verdict.way
+    rows = machines.gpus // way.row.ranks
     saved = ", on the host" * (way.switches.host_bytes > 0) + ", in chunks" * (way.switches.mlp_chunk > 0)
     saved += ", by heads" * (way.switches.head_groups > 1)
-    return f"{way.row.dataflow} over {ranks} GPU{'s' * (ranks > 1)}, {rows} row{'s' * (rows > 1)}{saved}"
+    return f"{shared(way.row)}, {rows} row{'s' * (rows > 1)}{saved}"
 
 
 def rate(step: Step) -> str:
@@ -185,7 +190,7 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
         f"{step.efficiency:.1%} forward + backward",
         f"  {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB: {bytes_}",
         f"  {on_host / GIB:.1f} of {problem.host_memory / GIB:.1f} GiB on the host for each GPU",
-        f"  longest row over {way.row.ranks} GPU{'s' * (way.row.ranks > 1)}:",
+        f"  longest row, {shared(way.row)}:",
     ]
     lines += [f"    {tokens:>13,} tokens {name}" for name, tokens in longest(problem, way).items()]
     if problem.model.window:
@@ -302,9 +307,11 @@ def main(argv: list[str] | None = None, name: str = "ringattn.planner") -> int:
     if best.step:
         print("\n".join(describe(problem, best)))
     else:
-        most = max(max(longest(problem, verdict.way).values()) for verdict in all_ways)
+        most, way = max(
+            ((max(longest(problem, verdict.way).values()), verdict.way) for verdict in all_ways), key=lambda x: x[0]
+        )
         print(
-            f"nothing fits; the longest row that does has {most:,} tokens"
+            f"nothing fits; the longest row that does has {most:,} tokens, {shared(way.row)}"
             if most
             else "nothing fits, not even 128 tokens on each GPU; give more --gpus, or --optimizer host"
         )
