@@ -40,14 +40,14 @@ class Plan(plans.Plan):
         from . import tokens
 
         operators.check_transforms("unshard()")
-        return tokens.unshard(x, self._dim(x, dim), False, self.seq_len, self.handle)
+        return tokens.unshard(x, self._dim(x, dim), False, self.seq_len, [], "unshard()", self.handle)
 
     def unshard_k(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor of keys' tokens on every rank, as :meth:`unshard` does for queries'."""
         from . import tokens
 
         operators.check_transforms("unshard()")
-        return tokens.unshard(x, self._dim(x, dim), True, self.seq_len_k, self.handle)
+        return tokens.unshard(x, self._dim(x, dim), True, self.seq_len_k, [], "unshard()", self.handle)
 
     def shift(self, x: Tensor, n: int = 1, dim: int = 1) -> Tensor:
         """Return, for each of this rank's tokens, the value of the token ``n`` before it (after it, for negative n),

@@ -113,6 +113,24 @@ def _refuse_vmap(what: str) -> NoReturn:
     )
 
 
+def operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function ``_name`` as the operator ``ringattn::name``; ``fake`` returns empty results for its
+    arguments."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        name = f"ringattn::{function.__name__.removeprefix('_')}"
+        registered = torch.library.custom_op(name, function, mutates_args=(), tags=TAGS)
+        registered.register_fake(fake)
+        return registered
+
+    return register
+
+
+def save_arguments(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    """Save what the gradients of an operator need that is linear in its first argument: the others."""
+    ctx.arguments = inputs[1:]
+
+
 def differentiable(
     what: str, operator: Any, setup_context: Callable[..., None], gradients: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -235,7 +253,7 @@ def _begin(
             kv_heads=k.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
-            dtype=_name(q.dtype),
+            dtype=str(q.dtype).removeprefix("torch."),
             softmax_scale=score.softmax_scale,
             softcap=score.softcap,
             alibi=score.alibi_slopes is not None,
@@ -307,10 +325,6 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
     """Return a context in which autocast is off on the device of x."""
     on = torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=TAGS)
@@ -396,10 +410,8 @@ _attention_backward = torch.library.custom_op("ringattn::attention_backward", _b
 def _attention_backward_fake(  # type: ignore[no-untyped-def]
     dout, dlse, q, k, v, out, lse, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, forward
 ):
-    def like(x: Tensor) -> Tensor:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    return like(q), like(k), like(v), q.new_empty(0) if sink is None else torch.empty_like(sink)
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
 _backward_operator = differentiable_once("attention()", _attention_backward)
@@ -443,8 +455,8 @@ class _Attend(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-        return None, None, *_gradients(ctx, dout, dlse)
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return None, None, *_gradients(ctx, *gradients)
 
 
 # Function.apply looks for functorch's wrappers among the arguments; a call with a signature has none.
@@ -459,10 +471,6 @@ class _AttendMax(_Attend):
         output = _forward_max(*inputs)
         _save(ctx, inputs, output, plan)
         return output
-
-    @staticmethod
-    def backward(ctx, dout, dlse, dlargest):  # type: ignore[no-untyped-def,override]
-        return None, None, *_gradients(ctx, dout, dlse)
 
 
 _attend_operator, _attend_max_operator = (

@@ -36,7 +36,7 @@ def test_operators_pass_torch_library_checks() -> None:
     args = (q, k, v, torch.rand(HEADS, dtype=torch.float64), sink, 0.3, 2.0, "eager", plan.handle, 0, True)
     torch.library.opcheck(torch.ops.ringattn.attention.default, args)
     importlib.import_module("ringattn.tokens")  # which has it, and is loaded on demand
-    torch.library.opcheck(torch.ops.ringattn.unshard.default, (q, 1, False, 9, plan.handle))
+    torch.library.opcheck(torch.ops.ringattn.unshard.default, (q, 1, False, 9, [], "unshard()", plan.handle))
 
 
 def test_compiles_without_graph_break_and_without_recompiling_for_a_new_plan() -> None:

@@ -7,12 +7,15 @@ and the other way round: both only move elements.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .. import plans
-from ..layouts.shards import length, put, take
-from ..operators import TAGS, all_to_all, differentiable, differentiable_once, resized
+from ..layouts.shards import Shard, length, put, take
+from ..operators import all_to_all, differentiable, differentiable_once, operator, resized, save_arguments
 from ..plans import Plan
 from .halo import Halo, halo
 
@@ -27,66 +30,72 @@ def wrong_device(plan: Plan, x: Tensor) -> ValueError | None:
     return None
 
 
-def _begin(plan: Plan, what: str, x: Tensor, dim: int, numbers: dict[str, int]) -> None:
+def _begin(plan: Plan, what: str, x: Tensor, dim: int, error: ValueError | None, numbers: dict[str, int]) -> None:
     """Check a call with this rank's tokens, and compare it across ranks the first time.
 
     Args:
         dim: of the tokens.
+        error: why this rank refuses its arguments.
         numbers: more that must be the same on all ranks.
     """
-    error: Exception | None = None
+    rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
+    dtype = str(x.dtype).removeprefix("torch.")
+    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers)
+    plan.begin(what, fields, error or wrong_device(plan, x))
+
+
+def _wrong_tokens(plan: Plan, what: str, x: Tensor, dim: int) -> ValueError | None:
     tokens, rows = plan.local_lengths[plan.rank], plan.documents.rows
     if x.shape[dim] != tokens:
-        error = ValueError(
+        return ValueError(
             f"{what} got shape {tuple(x.shape)}, {x.shape[dim]} tokens in dim {dim}, but rank {plan.rank} of "
             f"{plan.world_size} holds {tokens}; shard them with plan.shard()"
         )
-    elif what == "shift()" and rows > 1 and (dim == 0 or x.shape[0] != rows):
-        error = ValueError(
+    if what == "shift()" and rows > 1 and (dim == 0 or x.shape[0] != rows):
+        return ValueError(
             f"shift() got shape {tuple(x.shape)} with its tokens in dim {dim}, but the plan has documents for {rows} "
             f"rows; pass (batch = {rows}, ..., tokens, ...)"
         )
-    else:
-        error = wrong_device(plan, x)
-    rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
-    dtype = str(x.dtype).removeprefix("torch.")
-    plan.begin(what, dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers), error)
+    return None
 
 
 # --- All rows ------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("ringattn::unshard", mutates_args=(), tags=TAGS)
-def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, plan_handle: int) -> Tensor:
+def _shards(plan: Plan, of_keys: bool, counts: Sequence[int]) -> Sequence[Shard]:
+    """Return the shards of a plan, or those of other rows of which ranks have ``counts``, one after another."""
+    if counts:
+        edges = itertools.accumulate(counts, initial=0)
+        return [(range(a, b),) for a, b in itertools.pairwise(edges)]
+    return plan.shards_k if of_keys else plan.shards
+
+
+@operator(lambda x, dim, of_keys, whole, counts, what, plan: resized(x, dim, whole))
+def _unshard(
+    x: Tensor, dim: int, of_keys: bool, whole: int, counts: list[int], what: str, plan_handle: int
+) -> Tensor:
     plan = plans.by_handle[plan_handle]
-    shards = plan.shards_k if of_keys else plan.shards
-    lengths = tuple(map(length, shards))
-    error: Exception | None = None
+    shards = _shards(plan, of_keys, counts)
+    lengths = list(map(length, shards))
+    error = None
     if x.ndim == 0 or x.shape[dim] != lengths[plan.rank]:
         error = ValueError(
             f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
             f"but rank {plan.rank} holds {lengths[plan.rank]} tokens; pass this rank's shard and its sequence dim"
         )
-    else:
-        error = wrong_device(plan, x)
     sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
-    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=x.shape[:dim].numel() * x.shape[dim + 1 :].numel())
-    plan.begin("unshard()", dict(**fields, **sizes, dtype=str(x.dtype).removeprefix("torch.")), error)
+    _begin(plan, what, x, dim, error, sizes)
     x = x.contiguous()
     return put(all_to_all(plan, [x] * plan.world_size, dim, lengths), shards, dim)
 
 
-@_unshard.register_fake
-def _unshard_fake(x, dim, of_keys, whole, plan):  # type: ignore[no-untyped-def]
-    return resized(x, dim, whole)
-
-
-@torch.library.custom_op("ringattn::unshard_backward", mutates_args=(), tags=TAGS)
-def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_handle: int) -> Tensor:
+@operator(lambda dwhole, dim, of_keys, local, counts, what, plan: resized(dwhole, dim, local))
+def _unshard_backward(
+    dwhole: Tensor, dim: int, of_keys: bool, local: int, counts: list[int], what: str, plan_handle: int
+) -> Tensor:
     plan = plans.by_handle[plan_handle]
-    plan.begin("unshard() backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
-    shards = plan.shards_k if of_keys else plan.shards
-    pieces = [take(dwhole, s, dim).contiguous() for s in shards]
+    plan.begin(f"{what} backward", dict(plan=plan.digest, dim=dim, dims=dwhole.ndim), compared=False)
+    pieces = [take(dwhole, s, dim).contiguous() for s in _shards(plan, of_keys, counts)]
     own = pieces[plan.rank]
     total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
     for part in all_to_all(plan, pieces, dim, [local] * plan.world_size):  # the same order on every rank and run
@@ -94,36 +103,30 @@ def _unshard_backward(dwhole: Tensor, dim: int, of_keys: bool, local: int, plan_
     return total.to(own.dtype)
 
 
-@_unshard_backward.register_fake
-def _unshard_backward_fake(dwhole, dim, of_keys, local, plan):  # type: ignore[no-untyped-def]
-    return resized(dwhole, dim, local)
-
-
-_sum_shards = differentiable_once("unshard()", _unshard_backward)
+_WHAT = "unshard(), or a layer with states,"
+_sum_shards = differentiable_once(_WHAT, _unshard_backward)
 
 
 def _unshard_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, ctx.dim, ctx.of_keys, _, ctx.plan = inputs
-    ctx.local = x.shape[ctx.dim]
+    x, dim, of_keys, _, *others = inputs
+    ctx.arguments = dim, of_keys, x.shape[dim], *others
 
 
-def _unshard_gradients(ctx, dwhole):  # type: ignore[no-untyped-def]
-    dx = _sum_shards(dwhole, ctx.dim, ctx.of_keys, ctx.local, ctx.plan)
-    return dx, None, None, None, None
-
-
-unshard = differentiable("unshard()", _unshard, _unshard_save, _unshard_gradients)
+unshard = differentiable(
+    _WHAT, _unshard, _unshard_save, lambda ctx, dwhole: (_sum_shards(dwhole, *ctx.arguments), *[None] * 6)
+)
 
 
 # --- Rows of neighbouring tokens -----------------------------------------------------------------------
 
 
-@torch.library.custom_op("ringattn::neighbours", mutates_args=(), tags=TAGS)
+@operator(lambda x, offsets, dim, plan: x.new_empty((len(offsets), *x.shape)))
 def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
     """Return (offsets, *x.shape): the value of the token n before, for each offset n, or zero."""
     plan = plans.by_handle[plan_handle]
     numbers = {f"offset {i}": n for i, n in enumerate(offsets[:16])}
-    _begin(plan, "shift()", x, dim, dict(offsets=len(offsets), **numbers))
+    wrong = _wrong_tokens(plan, "shift()", x, dim)
+    _begin(plan, "shift()", x, dim, wrong, dict(offsets=len(offsets), **numbers))
     table = halo(plan, offsets, x.device)
     rows = x.movedim(dim, 0)
     buffer = torch.cat([rows, *all_to_all(plan, [rows[index] for index in table.sends], 0, table.counts)])
@@ -140,12 +143,7 @@ def _seen(x: Tensor, table: Halo, n: int, dim: int) -> Tensor:
     return torch.where(visible.reshape(shape), x, 0)
 
 
-@_neighbours.register_fake
-def _neighbours_fake(x, offsets, dim, plan_handle):  # type: ignore[no-untyped-def]
-    return x.new_empty((len(offsets), *x.shape))
-
-
-@torch.library.custom_op("ringattn::neighbours_backward", mutates_args=(), tags=TAGS)
+@operator(lambda dout, offsets, dim, plan: dout.new_empty(dout.shape[1:]))
 def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle[plan_handle]
     plan.begin("shift() backward", dict(plan=plan.digest, dim=dim, offsets=len(offsets)), compared=False)
@@ -164,24 +162,14 @@ def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle
     return own.movedim(0, dim).to(dout.dtype).contiguous()
 
 
-@_neighbours_backward.register_fake
-def _neighbours_backward_fake(dout, offsets, dim, plan_handle):  # type: ignore[no-untyped-def]
-    return dout.new_empty(dout.shape[1:])
-
-
 _add_neighbours = differentiable_once("shift()", _neighbours_backward)
 
 
-def _neighbours_save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, ctx.offsets, ctx.dim, ctx.plan = inputs
-
-
 def _neighbours_gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    dx = _add_neighbours(dout.contiguous(), ctx.offsets, ctx.dim, ctx.plan)
-    return dx, None, None, None
+    return _add_neighbours(dout.contiguous(), *ctx.arguments), None, None, None
 
 
-neighbours = differentiable("shift()", _neighbours, _neighbours_save, _neighbours_gradients)
+neighbours = differentiable("shift()", _neighbours, save_arguments, _neighbours_gradients)
 
 
 # --- Tokens of all heads, and heads of all tokens ------------------------------------------------------
@@ -200,26 +188,35 @@ def _heads(plan: Plan, heads: int, groups: int) -> list[range]:
     return [range(share.start * each, share.stop * each) for share in shares]
 
 
-@torch.library.custom_op("ringattn::to_heads", mutates_args=(), tags=TAGS)
-def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
-    """Return all tokens of this rank's heads from its tokens of all heads."""
-    plan = plans.by_handle[plan_handle]
-    numbers = dict(heads_dim=heads_dim, groups=groups, heads=x.shape[heads_dim])
-    _begin(plan, "heads()", x, 1, numbers)
-    shares = _heads(plan, x.shape[heads_dim], groups)
-    parts = [x.narrow(heads_dim, s.start, len(s)).contiguous() for s in shares]
-    whole = put(all_to_all(plan, parts, 1, plan.local_lengths), plan.shards, 1)
-    return whole if shares[plan.rank] else resized(whole, heads_dim, x.shape[heads_dim] // groups).zero_()
-
-
-@_to_heads.register_fake
 def _to_heads_fake(x, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
     plan = plans.by_handle[plan_handle]
     own = len(_heads(plan, x.shape[heads_dim], groups)[plan.rank])
     return resized(resized(x, 1, plan.seq_len), heads_dim, own or x.shape[heads_dim] // groups)
 
 
-@torch.library.custom_op("ringattn::to_tokens", mutates_args=(), tags=TAGS)
+@operator(_to_heads_fake)
+def _to_heads(x: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
+    """Return all tokens of this rank's heads from its tokens of all heads."""
+    plan = plans.by_handle[plan_handle]
+    numbers = dict(heads_dim=heads_dim, groups=groups, heads=x.shape[heads_dim])
+    _begin(plan, "heads()", x, 1, _wrong_tokens(plan, "heads()", x, 1), numbers)
+    shares = _heads(plan, x.shape[heads_dim], groups)
+    parts = [x.narrow(heads_dim, s.start, len(s)).contiguous() for s in shares]
+    whole = put(all_to_all(plan, parts, 1, plan.local_lengths), plan.shards, 1)
+    return whole if shares[plan.rank] else resized(whole, heads_dim, x.shape[heads_dim] // groups).zero_()
+
+
+def _all_heads(plan: Plan, y: Tensor, heads_dim: int, groups: int) -> int:
+    return y.shape[heads_dim] // max(len(heads_of(groups, plan.rank, plan.world_size)), 1) * groups
+
+
+def _to_tokens_fake(y, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
+    plan = plans.by_handle[plan_handle]
+    heads = _all_heads(plan, y, heads_dim, groups)
+    return resized(resized(y, 1, plan.local_lengths[plan.rank]), heads_dim, heads)
+
+
+@operator(_to_tokens_fake)
 def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tensor:
     """Return this rank's tokens of all heads from all tokens of its heads: the inverse of ``to_heads``."""
     plan = plans.by_handle[plan_handle]
@@ -230,21 +227,6 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
     return torch.cat(all_to_all(plan, parts, heads_dim, list(map(len, shares))), heads_dim)
 
 
-@_to_tokens.register_fake
-def _to_tokens_fake(y, heads_dim, groups, plan_handle):  # type: ignore[no-untyped-def]
-    plan = plans.by_handle[plan_handle]
-    heads = _all_heads(plan, y, heads_dim, groups)
-    return resized(resized(y, 1, plan.local_lengths[plan.rank]), heads_dim, heads)
-
-
-def _all_heads(plan: Plan, y: Tensor, heads_dim: int, groups: int) -> int:
-    return y.shape[heads_dim] // max(len(heads_of(groups, plan.rank, plan.world_size)), 1) * groups
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.arguments = inputs[1:]
-
-
 def _to_heads_gradients(ctx, dout):  # type: ignore[no-untyped-def]
     return to_tokens(dout.contiguous(), *ctx.arguments), None, None, None
 
@@ -253,5 +235,5 @@ def _to_tokens_gradients(ctx, dout):  # type: ignore[no-untyped-def]
     return to_heads(dout.contiguous(), *ctx.arguments), None, None, None
 
 
-to_heads = differentiable("heads()", _to_heads, _save, _to_heads_gradients)
-to_tokens = differentiable("heads()", _to_tokens, _save, _to_tokens_gradients)
+to_heads = differentiable("heads()", _to_heads, save_arguments, _to_heads_gradients)
+to_tokens = differentiable("heads()", _to_tokens, save_arguments, _to_tokens_gradients)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..operators import check_transforms
 from ..plans import Plan
 from . import linear_kernels
 from .states import Affine, before, chunks, runs
@@ -183,6 +184,7 @@ def recurrence(
         state: (batch, value heads, K, V) with which rows begin, the same on every rank; None: zero.
         final: whether the state after the rows is needed, which all ranks get.
     """
+    check_transforms(what)
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:

@@ -19,12 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import plans
 from ..layouts import shards as layouts
-from ..operators import TAGS, all_to_all, differentiable, differentiable_once, resized
 from ..plans import Plan
 from ..training.batch import begins
-from .exchange import wrong_device
+from .exchange import unshard
 
 
 class Affine(NamedTuple):
@@ -170,7 +168,7 @@ def before(plan: Plan, order: Order, effect: Affine, what: str, state: Tensor | 
     """
     parts = [x.movedim(1, 0) for x in effect]
     own = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in parts], 1)
-    rows = _gathered(own, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
+    rows = unshard(own, 0, False, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
     flat = rows.split([x.shape[1:].numel() for x in parts], 1)
     maps = Affine(*(y.reshape(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)))
     zero = torch.zeros_like(maps.b[:1]).sum(0) if state is None else state.to(maps.b.dtype)
@@ -178,50 +176,3 @@ def before(plan: Plan, order: Order, effect: Affine, what: str, state: Tensor | 
     states = itertools.accumulate(zip(*maps, strict=True), lambda state, one: Affine(*one)(state), initial=zero)
     several = torch.stack(list(states))
     return several[order.own].movedim(0, 1), several[-1]
-
-
-# --- Maps of all ranks -----------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("ringattn::gather_states", mutates_args=(), tags=TAGS)
-def _gather_states(x: Tensor, total: int, counts: list[int], what: str, plan_handle: int) -> Tensor:
-    """Return the rows of all ranks (total, elements), in their order, of this rank's ones."""
-    plan = plans.by_handle[plan_handle]
-    dtype = str(x.dtype).removeprefix("torch.")
-    plan.begin(what, dict(plan=plan.digest, elements=x.shape[1], dtype=dtype), wrong_device(plan, x))
-    return torch.cat(all_to_all(plan, [x.contiguous()] * plan.world_size, 0, counts))
-
-
-@_gather_states.register_fake
-def _gather_states_fake(x, total, counts, what, plan_handle):  # type: ignore[no-untyped-def]
-    return resized(x, 0, total)
-
-
-@torch.library.custom_op("ringattn::gather_states_backward", mutates_args=(), tags=TAGS)
-def _gather_states_backward(drows: Tensor, counts: list[int], own: int, what: str, plan_handle: int) -> Tensor:
-    plan = plans.by_handle[plan_handle]
-    plan.begin(f"{what} backward", dict(plan=plan.digest, elements=drows.shape[1]), compared=False)
-    pieces = list(drows.contiguous().split(counts))
-    # Summed in the order of ranks, the same on every run
-    return torch.stack(all_to_all(plan, pieces, 0, [own] * plan.world_size)).sum(0)
-
-
-@_gather_states_backward.register_fake
-def _gather_states_backward_fake(drows, counts, own, what, plan_handle):  # type: ignore[no-untyped-def]
-    return resized(drows, 0, own)
-
-
-_LAYERS = "gated_delta_rule(), kda(), ssd() or lightning_attention()"
-_sum_states = differentiable_once(_LAYERS, _gather_states_backward)
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, _, ctx.counts, ctx.what, ctx.plan = inputs
-    ctx.own = x.shape[0]
-
-
-def _gradients(ctx, drows):  # type: ignore[no-untyped-def]
-    return _sum_states(drows, ctx.counts, ctx.own, ctx.what, ctx.plan), None, None, None, None
-
-
-_gathered = differentiable(_LAYERS, _gather_states, _save, _gradients)

@@ -30,7 +30,7 @@ from ..dataflow.routes import Return, Routes, collected_routes
 from ..layouts import blocks
 from ..layouts.schedule import waves
 from ..memo import on_the_host
-from ..operators import differentiable, differentiable_once
+from ..operators import differentiable, differentiable_once, operator, save_arguments
 from ..plans import Plan, once
 from ..training.batch import begins
 from ..transport.pending import Message, Pending
@@ -284,19 +284,23 @@ def _wait(plan: Plan, moving: Pending) -> None:
         moving.wait()
 
 
-@torch.library.custom_op("ringattn::visible", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _visible(rows: Tensor, started: int, plan_handle: int) -> Tensor:
-    exchange = _started[started] if started else _Started(plans.by_handle[plan_handle], rows)
-    return exchange.finish(rows.dtype)
-
-
-@_visible.register_fake
 def _visible_fake(rows, started, plan_handle):  # type: ignore[no-untyped-def]
     plan = plans.by_handle[plan_handle]
     return rows.new_empty((sum(run.length for run in plan.fetches[plan.rank]), rows.shape[1]))
 
 
-@torch.library.custom_op("ringattn::visible_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@operator(_visible_fake)
+def _visible(rows: Tensor, started: int, plan_handle: int) -> Tensor:
+    exchange = _started[started] if started else _Started(plans.by_handle[plan_handle], rows)
+    return exchange.finish(rows.dtype)
+
+
+def _visible_backward_fake(dout, plan_handle):  # type: ignore[no-untyped-def]
+    plan = plans.by_handle[plan_handle]
+    return dout.new_empty((plan.local_lengths_k[plan.rank], dout.shape[1]))
+
+
+@operator(_visible_backward_fake)
 def _visible_backward(dout: Tensor, plan_handle: int) -> Tensor:
     plan = plans.by_handle[plan_handle]
     plan.begin("gathered() backward", dict(plan=plan.digest, numbers=dout.shape[1]), compared=False)
@@ -316,21 +320,11 @@ def _visible_backward(dout: Tensor, plan_handle: int) -> Tensor:
     return total.to(dout.dtype, copy=True)
 
 
-@_visible_backward.register_fake
-def _visible_backward_fake(dout, plan_handle):  # type: ignore[no-untyped-def]
-    plan = plans.by_handle[plan_handle]
-    return dout.new_empty((plan.local_lengths_k[plan.rank], dout.shape[1]))
-
-
 _give_back = differentiable_once("gathered()", _visible_backward)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.plan = inputs[2]
-
-
 def _gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    return _give_back(dout.contiguous(), ctx.plan), None, None
+    return _give_back(dout.contiguous(), ctx.arguments[1]), None, None
 
 
-visible = differentiable("gathered()", _visible, _save, _gradients)
+visible = differentiable("gathered()", _visible, save_arguments, _gradients)
