@@ -71,9 +71,7 @@ def _shards(plan: Plan, of_keys: bool, counts: Sequence[int]) -> Sequence[Shard]
 
 
 @operator(lambda x, dim, of_keys, whole, counts, what, plan: resized(x, dim, whole))
-def _unshard(
-    x: Tensor, dim: int, of_keys: bool, whole: int, counts: list[int], what: str, plan_handle: int
-) -> Tensor:
+def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, counts: list[int], what: str, plan_handle: int) -> Tensor:
     plan = plans.by_handle[plan_handle]
     shards = _shards(plan, of_keys, counts)
     lengths = list(map(length, shards))
