@@ -85,8 +85,7 @@ def attention(
             check_score(q, softcap, alibi_slopes, sink, score_mod)
         scale = scale_of(q, softmax_scale)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        if not torch.compiler.is_compiling():
-            plan.refuse("attention()", error)
+        plan.refuse("attention()", error)
         raise
     numbers = scale, float(softcap), kernel, plan.handle, mod or 0, torch.is_grad_enabled()
     inputs = q, k, v, alibi_slopes, sink, *numbers

@@ -209,8 +209,7 @@ class Plan:
     def _dim(self, x: Tensor, dim: int, what: str = "unshard()") -> int:
         if x.ndim and not -x.ndim <= dim < x.ndim:
             error = IndexError(f"{what} got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens")
-            if not torch.compiler.is_compiling():
-                self.refuse(what, error)
+            self.refuse(what, error)
             raise error
         return dim % max(x.ndim, 1)
 
@@ -353,9 +352,10 @@ class Plan:
         return self._unchecked is None
 
     def refuse(self, what: str, error: Exception) -> None:
-        """Report ``error`` to the other ranks before it is raised, so that they do not wait for this one."""
+        """Report ``error`` to the other ranks before it is raised, so that they do not wait for this one. Not in
+        compiled graphs, where nothing has been called yet."""
         transport = self.transport
-        if self.world_size == 1 or transport.given_up:
+        if torch.compiler.is_compiling() or self.world_size == 1 or transport.given_up:
             return
         self.check_agreement()
         if transport.checks or not (self._trusted(what) or any(s[0] == what for s in self._agreed)):

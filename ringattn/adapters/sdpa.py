@@ -414,8 +414,7 @@ def _scaled_dot_product_attention(
         error = ValueError(
             f"{name} got {key.shape[-2]} keys for {own} queries, but this rank holds {own_k} keys of the plan. {_CROSS}"
         )
-        if not torch.compiler.is_compiling():
-            plan.refuse("attention()", error)
+        plan.refuse("attention()", error)
         raise error
     check_causal(name, plan, is_causal, "is_causal", f". {_CROSS}")
     if is_causal and plan.seq_len != plan.seq_len_k:

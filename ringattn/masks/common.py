@@ -258,25 +258,18 @@ def documents(ids: Tensor, seq_len: int) -> Intervals:
         TypeError, ValueError: as :func:`ids_of`.
     """
     ids = ids_of("documents", ids, seq_len)
-    rows = []
+    if not ids.numel():
+        return pieces(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
+    several = []
     for row in ids:
         runs, lengths = torch.unique_consecutive(row, return_counts=True)
-        past = lengths.cumsum(0)
-        rows.append((past - lengths, past, runs >= 0))
-    count = max((len(r[0]) for r in rows), default=0)
-    if not count:
-        return pieces(seq_len, seq_len, first=torch.zeros(max(1, len(ids)), 1, dtype=torch.int64, device="cpu"))
-    shape = (len(rows), count)
-    first = torch.full(shape, seq_len, device="cpu")  # unused pieces begin where no query is
-    low, high = torch.zeros(shape, dtype=torch.int64, device="cpu"), torch.zeros(shape, dtype=torch.int64, device="cpu")
-    left, right = torch.full(shape, FAR, device="cpu"), torch.full(shape, FAR, device="cpu")
-    for b, (begin, past, real) in enumerate(rows):
-        n = len(begin)
-        first[b, :n] = begin
+        past, real = lengths.cumsum(0)[None], runs[None] >= 0
+        begin = past - lengths
         # A padding token sees [i, i): empty, and in order with its neighbours' intervals.
-        low[b, :n], high[b, :n] = torch.where(real, begin, -FAR), torch.where(real, past, FAR)
-        left[b, :n], right[b, :n] = torch.where(real, FAR, 0), torch.where(real, FAR, -1)
-    return Intervals(seq_len, seq_len, first, low, high, left, right)
+        low, high = torch.where(real, begin, -FAR), torch.where(real, past, FAR)
+        left, right = torch.where(real, FAR, 0), torch.where(real, FAR, -1)
+        several.append(pieces(seq_len, seq_len, first=begin, low=low, high=high, left=left, right=right))
+    return rows(several).members[0]
 
 
 @on_the_host

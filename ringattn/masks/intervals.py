@@ -123,8 +123,9 @@ class Mask:
         each run, (3, runs)."""
         if not runs.size:
             return np.zeros((3, 0), np.int64)
-        parts = [_flat_part(*member.seen_apart(runs)) for member in self.members]
-        owner, start, end = (torch.cat(x).numpy() for x in zip(*parts, strict=True))
+        parts = zip(*(member.seen_apart(runs) for member in self.members), strict=True)
+        owner, start, end = (torch.cat(list(map(torch.flatten, x))).numpy() for x in parts)
+        owner, start, end = (x[end > start] for x in (owner, start, end))
         # Shards one after another on one line, with a gap between them, so that they are merged together.
         line = owner * (self.seq_len_k + 1)
         order = (line + start).argsort()
@@ -346,25 +347,14 @@ def _gaps(start: Tensor, end: Tensor, start_b: Tensor, end_b: Tensor) -> tuple[T
 def _intersection(a: Intervals, b: Intervals) -> Intervals:
     rows = max(a.rows, b.rows)
     first = torch.cat([a.first.expand(rows, -1), b.first.expand(rows, -1)], 1).sort(1).values
-    x, y = a._fields(first), b._fields(first)
-    return Intervals(
-        a.seq_len,
-        a.seq_len_k,
-        first,
-        torch.maximum(x[0], y[0]),
-        torch.minimum(x[1], y[1]),
-        torch.minimum(x[2], y[2]),
-        torch.minimum(x[3], y[3]),
-    )
+    (low, *others), (low_b, *others_b) = a._fields(first), b._fields(first)
+    return Intervals(a.seq_len, a.seq_len_k, first, torch.maximum(low, low_b), *map(torch.minimum, others, others_b))
 
 
 def table(shards: Sequence[Sequence[range]]) -> Integers:
     """Return the shard, start, stop and step of every run that is not empty, in order: (4, runs)."""
     runs = [run for shard in shards for run in shard if run]
     owners = np.arange(len(shards)).repeat([sum(map(bool, shard)) for shard in shards])
-    return np.array([owners, [run.start for run in runs], [run.stop for run in runs], [run.step for run in runs]])
+    numbers = owners, [run.start for run in runs], [run.stop for run in runs], [run.step for run in runs]
+    return np.array(numbers, np.int64)
 
-
-def _flat_part(owner: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    some = end > start
-    return owner[some], start[some], end[some]

@@ -15,26 +15,15 @@ A contiguous shard fetches n rows, a striped one all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layouts import shards as layouts
-from ..training.batch import Cut, begins
-
-
-class Held(Cut, Protocol):
-    """The part of a plan that says which rank holds which tokens."""
-
-    rank: int
-    handle: int
-    shards: tuple[layouts.Shard, ...]
-
-    def once(self, function: Callable[..., Any], *arguments: Hashable) -> Any: ...
-
-    def refuse(self, what: str, error: Exception) -> None: ...
+from ..plans import Plan
+from ..training.batch import begins
 
 
 class Halo(NamedTuple):
@@ -52,12 +41,12 @@ class Halo(NamedTuple):
     visible: Tensor
 
 
-def halo(plan: Held, offsets: Sequence[int], device: torch.device) -> Halo:
+def halo(plan: Plan, offsets: Sequence[int], device: torch.device) -> Halo:
     """Return the exchange of this rank for offsets, made once for a plan and a device."""
     return plan.once(_make, tuple(offsets), device)
 
 
-def _make(plan: Held, offsets: Sequence[int], device: torch.device) -> Halo:
+def _make(plan: Plan, offsets: Sequence[int], device: torch.device) -> Halo:
     owner, place = torch.empty(2, plan.seq_len, dtype=torch.int64)  # of each position: its rank, its local index there
     for rank, shard in enumerate(plan.shards):
         positions = layouts.positions(shard)

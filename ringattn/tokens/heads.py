@@ -23,8 +23,7 @@ def run_by_heads(plan: Any, function: Callable[..., Any], tensors: tuple[Tensor,
     try:
         groups = _groups(plan, tensors, heads_dim)
     except Exception as error:  # of any kind: the other ranks must hear of it
-        if not torch.compiler.is_compiling():
-            plan.refuse("heads()", error)
+        plan.refuse("heads()", error)
         raise
     whole = [to_heads(x, heads_dim, groups, plan.handle) for x in tensors]
     try:

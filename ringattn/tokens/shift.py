@@ -5,25 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..plans import Plan
 from .exchange import neighbours
-from .halo import Held
 
 
-def check_offset(plan: Held, n: int) -> None:
+def check_offset(plan: Plan, n: int) -> None:
     """Raise TypeError unless n is an integer, after the other ranks have heard of it."""
     if not isinstance(n, int) or isinstance(n, bool):
-        raise _refused(
-            plan, TypeError(f"shift() got n = {n!r}; pass an int: 1 for the token before, -1 for the token after")
-        )
-
-
-def _refused(plan: Held, error: Exception) -> Exception:
-    if not torch.compiler.is_compiling():
+        error = TypeError(f"shift() got n = {n!r}; pass an int: 1 for the token before, -1 for the token after")
         plan.refuse("shift()", error)
-    return error
+        raise error
 
 
-def causal_convolution(plan: Held, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def causal_convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the causal depthwise convolution along the sequence, across shards, within documents.
 
     ``out[:, i, c] = bias[c] + sum over k of weight[c, k] * x[:, i - (width - 1 - k), c]``: that of
@@ -44,7 +38,8 @@ def causal_convolution(plan: Held, x: Tensor, weight: Tensor, bias: Tensor | Non
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they must be (batch, local tokens, "
             "channels) and (channels, width): of an nn.Conv1d pass conv.weight[:, 0]"
         )
-        raise _refused(plan, error)
+        plan.refuse("shift()", error)
+        raise error
     width = weight.shape[1]
     values = neighbours(x, list(range(width - 1, -1, -1)), 1, plan.handle)
     out = torch.einsum("kbsc,ck->bsc", values, weight.to(x.dtype))
