@@ -34,8 +34,7 @@ WORTH = 0.03  # of the time that is predicted for zigzag
 def place(request: Request, layout: str, why: str = "") -> Placement:
     """Return the shards of a layout."""
     mask = request.mask
-    shards = LAYOUTS[layout](mask, request.world_size, request.local_size)
-    shards_k = _keys(request, shards) or shards
+    shards = shards_k = LAYOUTS[layout](mask, request.world_size, request.local_size)
     if mask.seq_len != mask.seq_len_k and not request.held:
         shards_k = LAYOUTS[layout](full(mask.seq_len_k), request.world_size, request.local_size)
     return _placed(request, layout, shards, shards_k, why)
@@ -43,17 +42,14 @@ def place(request: Request, layout: str, why: str = "") -> Placement:
 
 def place_like(request: Request, plan: Split) -> Placement:
     """Return the shards of another plan for the same lengths."""
-    return _placed(request, plan.layout, plan.shards, _keys(request, plan.shards) or plan.shards_k)
-
-
-def _keys(request: Request, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
-    """Return the keys of every rank that holds earlier tokens and takes these new ones; nothing if none does."""
-    return tuple(map(append, request.held, shards, itertools.repeat(request.mask.offset)))
+    return _placed(request, plan.layout, plan.shards, plan.shards_k)
 
 
 def _placed(
     request: Request, layout: str, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...], why: str = ""
 ) -> Placement:
+    if request.held:  # the keys of every rank that holds earlier tokens and takes these new ones
+        shards_k = tuple(map(append, request.held, shards, itertools.repeat(request.mask.offset)))
     return Placement(layout, shards, shards_k, needs_of_ranks.fetches(request.mask, shards, shards_k), why)
 
 

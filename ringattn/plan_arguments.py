@@ -245,11 +245,10 @@ def _combine(
 
 def _summary(mask: Mask | None) -> str:
     """Return a text that is equal for equal masks."""
-    return "none" if mask is None else f"{mask.rows} x {_pieces(mask)} pieces, hash {mask.digest():x}"
-
-
-def _pieces(mask: Mask) -> int:
-    return sum(member.first.shape[1] for member in mask.members)
+    if mask is None:
+        return "none"
+    count = sum(member.first.shape[1] for member in mask.members)
+    return f"{mask.rows} x {count} pieces, hash {mask.digest():x}"
 
 
 class Held(list[Shard]):

@@ -151,14 +151,14 @@ class Plan:
     def positions(self) -> Tensor:
         """Global positions of this rank's queries, growing: (local_lengths[rank],) int64, on the group's device; a new
         tensor."""
-        return self._copy_of(_positions)
+        return self._copy_of("shards")
 
     @property
     def positions_k(self) -> Tensor:
         """Global positions of this rank's keys: (local_lengths_k[rank],) int64, on the group's device; a new tensor."""
-        return self._copy_of(_positions_k)
+        return self._copy_of("shards_k")
 
-    def _copy_of(self, positions: Callable[[Plan], Tensor]) -> Tensor:
+    def _copy_of(self, shards: str) -> Tensor:
         self.note_split()
         device = self.transport.device
         if device.type == "cuda" and not torch.cuda.is_available():
@@ -168,9 +168,9 @@ class Plan:
             or torch._C._len_torch_dispatch_stack()
             or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):  # what is made is a part of a graph, or fake: not to be kept
-            return positions(self)
+            return _positions(self, shards)
         self.transport.calls.follow(device)
-        return self.once(positions).clone()
+        return self.once(_positions, shards).clone()
 
     def note_split(self) -> None:
         """Note that tokens were split by this plan, or its positions asked for, see :meth:`_warn_of_another_split`."""
@@ -451,12 +451,8 @@ def once(function: Callable[[Plan, Unpack[Ts]], T]) -> Callable[[Plan, Unpack[Ts
     return kept
 
 
-def _positions(plan: Plan) -> Tensor:
-    return layouts.positions(plan.shards[plan.rank], plan.transport.device)
-
-
-def _positions_k(plan: Plan) -> Tensor:
-    return layouts.positions(plan.shards_k[plan.rank], plan.transport.device)
+def _positions(plan: Plan, shards: str) -> Tensor:
+    return layouts.positions(getattr(plan, shards)[plan.rank], plan.transport.device)
 
 
 def _steps(plan: Plan) -> tuple[Step, ...]:

@@ -148,12 +148,11 @@ class _World:
 
     size: int
     streams: bool = False
-    boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
+    boxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
     stopped: bool = False  # a rank has failed
 
     def __post_init__(self) -> None:
         self.started = [0] * self.size  # exchanges, by rank
-        self.exchanges: dict[int, _Exchange] = {}
 
     def sent(self, x: Tensor) -> Tensor:
         """Return x when another rank may read it, whose stream knows nothing of this one's."""
@@ -167,41 +166,31 @@ class _World:
             x.record_stream(torch.cuda.current_stream(x.device))
         return x
 
-    def box(self, sender: int, receiver: int) -> queue.SimpleQueue[Tensor]:
+    def box(self, sender: int, receiver: int, exchange: int = 0) -> queue.SimpleQueue[Tensor]:
+        """Return the box of messages, or of the exchange of a number."""
         # setdefault is atomic: both ends get the same box
-        return self.boxes.setdefault((sender, receiver), queue.SimpleQueue())
+        return self.boxes.setdefault((sender, receiver, exchange), queue.SimpleQueue())
+
+    def receive(self, sender: int, receiver: int, exchange: int = 0) -> Tensor:
+        """Return the next message; raise _NoMessage after the time limit, or if a rank failed."""
+        box = self.box(sender, receiver, exchange)
+        for _ in range(int(2 * _TIMEOUT)):
+            with contextlib.suppress(queue.Empty):
+                message = box.get(timeout=0.5)
+                if exchange:  # which has one
+                    del self.boxes[sender, receiver, exchange]
+                return message
+            if self.stopped:
+                break
+        raise _NoMessage(f"rank {receiver} got nothing from rank {sender}")
 
     def exchange(self, rank: int, x: Tensor) -> Callable[[], list[Tensor]]:
         """Give a tensor to all ranks, which must all call this; return a function that waits for theirs."""
-        number = self.started[rank]
         self.started[rank] += 1
-        exchange = self.exchanges.setdefault(number, _Exchange())
-        exchange.rows[rank] = x
-        if len(exchange.rows) == self.size:
-            self.exchanges.pop(number, None)
-            exchange.complete.set()
-
-        def wait() -> list[Tensor]:
-            self.wait_for(exchange.complete.wait, f"rank {rank}: not all ranks came to the same call")
-            return [exchange.rows[r] for r in range(self.size)]
-
-        return wait
-
-    def wait_for(self, wait: Callable[[float], bool], problem: str) -> None:
-        """Call ``wait(seconds)`` until it returns True; raise _NoMessage after the time limit, or if a rank failed."""
-        seconds = 0.0
-        while not wait(0.5):
-            seconds += 0.5
-            if self.stopped or seconds > _TIMEOUT:
-                raise _NoMessage(problem)
-
-
-@dataclass
-class _Exchange:
-    """Tensors by rank; complete when all ranks have given theirs."""
-
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    complete: threading.Event = field(default_factory=threading.Event)
+        number, ranks = self.started[rank], range(self.size)  # from 1
+        for r in ranks:
+            self.box(rank, r, number).put(x)
+        return lambda: [self.receive(r, rank, number) for r in ranks]
 
 
 class _NoMessage(RuntimeError):
@@ -219,16 +208,7 @@ class _Mail:
         world = self.to.world
         assert world is not None
         for x, peer in self.receives:
-            box = world.box(peer, self.to.rank)
-            messages: list[Tensor] = []
-
-            def receive(seconds: float, box: Any = box, messages: list[Tensor] = messages) -> bool:
-                with contextlib.suppress(queue.Empty):
-                    messages.append(box.get(timeout=seconds))
-                return bool(messages)
-
-            world.wait_for(receive, f"rank {self.to.rank} got nothing from rank {peer}")
-            (message,) = messages
+            message = world.receive(peer, self.to.rank)
             if message.shape != x.shape or message.dtype != x.dtype:
                 raise AssertionError(
                     f"rank {peer} sent {message.dtype}{list(message.shape)}, expected {x.dtype}{list(x.shape)}"

@@ -75,7 +75,7 @@ def peel(mask: Mask, world_size: int, local_size: int) -> list[list[range]]:
     def again(runs: list[range], tokens: list[int]) -> list[list[range]]:
         return _Row(work, _cut(work.cuts, runs, group), even=EVEN_PAIR).divide(tokens)
 
-    shards = []
+    shards: list[list[range]] = []
     for share, host in zip(shares, hosts, strict=True):
         row = _Row(work, share)
         peeled = row.divide(host)

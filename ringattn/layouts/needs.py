@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,12 @@ def located(shards: Sequence[Shard]) -> tuple[list[Located], bool]:
 
 
 def _of_neighbours(
-    seen: Sequence[Integers], begin: Integers, step: Integers, length: Integers, owner: Integers, at: Integers
+    seen: Integers | Sequence[Integers],
+    begin: Integers,
+    step: Integers,
+    length: Integers,
+    owner: Integers,
+    at: Integers,
 ) -> Sequence[Integers]:
     """Return the visible parts of disjoint runs, which are sorted by their beginning: ranks, first positions, past the
     last ones, owners, offsets and lengths. ``at``: where a run begins in the shard of its owner."""
@@ -118,7 +124,7 @@ def pairs(mask: Mask, shards: Sequence[Shard], shards_k: Sequence[Shard]) -> Num
     piece, _, _, owner, _, count = _of_neighbours(seen, *runs)
     exact = (work.before_all(past) - work.before_all(begin)) / mask.rows
     share = exact / np.maximum(np.bincount(piece, count, len(rank)), 1)
-    numbers: Numbers = np.bincount(rank[piece] * n + owner, count * share[piece], n * n)
+    numbers: Any = np.bincount(rank[piece] * n + owner, count * share[piece], n * n)
     return numbers.reshape(n, n)
 
 

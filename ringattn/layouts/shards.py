@@ -89,14 +89,14 @@ def positions(shard: Shard, device: torch.device | str = "cpu") -> Tensor:
 
 def take(x: Tensor, shard: Shard, dim: int) -> Tensor:
     """Return the slices of x that a shard holds, as a new tensor. Differentiable."""
-    parts = [x.narrow(dim, r.start, r.stop - r.start) for r in shard]
-    parts = [p if r.step == 1 else _every(p, r.step, dim) for p, r in zip(parts, shard, strict=True)]
+    parts = [x.narrow(dim, r.start, r.stop - r.start) if r.step == 1 else _tokens(x, r, dim) for r in shard]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
 
 
-def _every(x: Tensor, step: int, dim: int) -> Tensor:
+def _tokens(x: Tensor, run: range, dim: int) -> Tensor:
+    """Return the view of the tokens of a run."""
     index = [slice(None)] * x.ndim
-    index[dim] = slice(None, None, step)
+    index[dim] = slice(run.start, run.stop, run.step)
     return x[tuple(index)]
 
 
@@ -106,10 +106,6 @@ def put(pieces: Sequence[Tensor], shards: Sequence[Shard], dim: int) -> Tensor:
     shape[dim] = sum(map(length, shards))
     whole = pieces[0].new_empty(shape)
     for piece, shard in zip(pieces, shards, strict=True):
-        offset = 0
-        for r in shard:
-            index = [slice(None)] * whole.ndim
-            index[dim] = slice(r.start, r.stop, r.step)
-            whole[tuple(index)] = piece.narrow(dim, offset, len(r))
-            offset += len(r)
+        for run, part in zip(shard, piece.split(list(map(len, shard)), dim), strict=True):
+            _tokens(whole, run, dim).copy_(part)
     return whole

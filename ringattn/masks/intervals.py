@@ -357,4 +357,3 @@ def table(shards: Sequence[Sequence[range]]) -> Integers:
     owners = np.arange(len(shards)).repeat([sum(map(bool, shard)) for shard in shards])
     numbers = owners, [run.start for run in runs], [run.stop for run in runs], [run.step for run in runs]
     return np.array(numbers, np.int64)
-

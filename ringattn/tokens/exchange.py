@@ -39,9 +39,8 @@ def _begin(plan: Plan, what: str, x: Tensor, dim: int, error: ValueError | None,
         numbers: more that must be the same on all ranks.
     """
     rest = x.shape[:dim].numel() * x.shape[dim + 1 :].numel()
-    dtype = str(x.dtype).removeprefix("torch.")
-    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, dtype=dtype, **numbers)
-    plan.begin(what, fields, error or wrong_device(plan, x))
+    fields = dict(plan=plan.digest, dim=dim, dims=x.ndim, elements=rest, **numbers)
+    plan.begin(what, dict(fields, dtype=str(x.dtype).removeprefix("torch.")), error or wrong_device(plan, x))
 
 
 def _wrong_tokens(plan: Plan, what: str, x: Tensor, dim: int) -> ValueError | None:
