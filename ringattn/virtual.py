@@ -33,25 +33,41 @@ class VirtualRank(Transport):
     Ranks made by :func:`run` exchange messages and can also run attention.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device | str = "cpu",
-        world: _World | None = None,
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu") -> None:
         if type(world_size) is not int or world_size < 1:
             raise ValueError(f"world_size is {world_size!r}; pass a number of ranks, at least 1, as virtual.gpus(8)")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be between 0 and world_size - 1 = {world_size - 1}")
         super().__init__(rank, world_size, torch.device(device))
+
+    def start_agreement(
+        self,
+        what: str,
+        fields: dict[str, Any],
+        error: Exception | None = None,
+        advice: Mapping[str, str] | None = None,
+    ) -> Agreement:
+        if error is not None:
+            raise error
+        return Agreement(what, fields, None)
+
+    def refuse(self, call: str, error: Exception) -> None:
+        pass  # there is nobody to tell
+
+
+class _Running(VirtualRank):
+    """A rank of :func:`run`."""
+
+    start_agreement = Transport.start_agreement
+    refuse = Transport.refuse
+
+    def __init__(self, rank: int, world: _World, device: torch.device | str) -> None:
+        super().__init__(rank, world.size, device)
         self.world = world
         self._own_mailbox: Mailbox | None = None
 
     def _mailbox(self) -> Mailbox | None:
-        if self.world is None or not self.world.streams:
-            return None
-        if self._own_mailbox is None and not torch.cuda.is_current_stream_capturing():
+        if self.world.streams and self._own_mailbox is None and not torch.cuda.is_current_stream_capturing():
             self._own_mailbox = Mailbox(
                 self.rank, self.world_size, self.device, self._share, _TIMEOUT, together=self._together
             )
@@ -69,29 +85,9 @@ class VirtualRank(Transport):
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, on the current stream."""
         world = self.world
-        assert world is not None
         return [world.received(y) for y in world.exchange(self.rank, world.sent(x))()]
 
-    def start_agreement(
-        self,
-        what: str,
-        fields: dict[str, Any],
-        error: Exception | None = None,
-        advice: Mapping[str, str] | None = None,
-    ) -> Agreement:
-        if self.world is not None:
-            return super().start_agreement(what, fields, error, advice)
-        if error is not None:
-            raise error
-        return Agreement(what, fields, None)
-
-    def refuse(self, call: str, error: Exception) -> None:
-        if self.world is not None:
-            super().refuse(call, error)
-
     def _start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        if self.world is None:
-            return super()._start(sends, receives)
         for x, peer in sends:
             self.world.box(self.rank, peer).put(self.world.sent(x.clone()))
         return _Mail(self, receives)
@@ -101,13 +97,9 @@ class VirtualRank(Transport):
         x.copy_(stack.amax(0) if op == "max" else stack.sum(0))
 
     def _all_gather(self, x: Tensor) -> Tensor:
-        if self.world is None:
-            return super()._all_gather(x)
         return torch.stack([r.to(x.device) for r in self._exchange(x.clone())])
 
     def start_words(self, words: Tensor) -> Callable[[], Tensor]:
-        if self.world is None:
-            return super().start_words(words)
         rows = self.world.exchange(self.rank, words)
         return lambda: torch.stack(rows())
 
@@ -201,12 +193,11 @@ class _NoMessage(RuntimeError):
 class _Mail:
     """Messages that a rank has not received yet."""
 
-    to: VirtualRank
+    to: _Running
     receives: Sequence[Message]
 
     def wait(self) -> None:
         world = self.to.world
-        assert world is not None
         for x, peer in self.receives:
             message = world.receive(peer, self.to.rank)
             if message.shape != x.shape or message.dtype != x.dtype:
@@ -251,7 +242,7 @@ def run(
             # Run the backward in this thread: autograd has one thread per GPU, in which a rank would wait for another
             # rank whose backward cannot start.
             with torch.autograd.set_multithreading_enabled(False), own[rank]:
-                results[rank] = body(VirtualRank(rank, world_size, device, world))
+                results[rank] = body(_Running(rank, world, device))
                 if streams:  # the caller reads them on a stream of its own
                     torch.cuda.current_stream(device).synchronize()
         except BaseException as error:
