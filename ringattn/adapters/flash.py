@@ -6,8 +6,10 @@ checkpointing computes again in the backward gets the plan of its forward, which
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from ..memo import untraced
 from ..plans import Plan
 from .recomputation import Scope
 from .same_mask import check_causal, check_documents, check_dropout, check_window
+
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 _plans: Scope[Plan] = Scope(
     "plan",
@@ -51,56 +55,26 @@ def plan_in_use(name: str) -> Plan:
     return plan
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a call except its tensors, in flash-attn's order."""
-
-    name: str
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
-
-    def plan(self) -> Plan:
-        """Return the plan in use, after comparing the call with it."""
-        plan = plan_in_use(self.name)
-        check_dropout(self.name, self.dropout_p)
-        check_causal(self.name, plan, self.causal)
-        check_window(self.name, plan, self.causal, self.window_size)
-        if self.return_attn_probs:
-            raise NotImplementedError(
-                f"{self.name} got return_attn_probs=True; for the log-sum-exp call "
-                "ringattn.attention(q, k, v, plan, return_lse=True)"
-            )
-        if self.deterministic and not plan.deterministic:
-            raise ValueError(f"{self.name} got deterministic=True; make the plan with deterministic=True")
-        return plan
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of (batch, local tokens, heads, head_dim)."""
-        return self._attend(q, k, v, self.plan())
-
-    def attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-        """Return the attention of (local tokens, heads, head_dim), whose documents must be the plan's."""
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(
-                f"{self.name} compares the values of cu_seqlens with the plan, which a compiled graph cannot; call "
-                "flash_attn_func, for which documents are the plan's"
-            )
-        plan = self.plan()
-        check_documents(self.name, plan, cu_seqlens_q, cu_seqlens_k)
-        return self._attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), plan).squeeze(0)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        out = attention(
-            q, k, v, plan, softmax_scale=self.softmax_scale, softcap=self.softcap, alibi_slopes=self.alibi_slopes
+def _attend(
+    name: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    return_attn_probs: bool,
+) -> Tensor:  # fmt: skip
+    """Return the attention of a call of the function ``name``, after comparing the call with the plan in use."""
+    plan = plan_in_use(name)
+    check_dropout(name, dropout_p)
+    check_causal(name, plan, causal)
+    check_window(name, plan, causal, window_size)
+    if return_attn_probs:
+        raise NotImplementedError(
+            f"{name} got return_attn_probs=True; for the log-sum-exp call "
+            "ringattn.attention(q, k, v, plan, return_lse=True)"
         )
-        assert isinstance(out, Tensor)
-        return out
+    if deterministic and not plan.deterministic:
+        raise ValueError(f"{name} got deterministic=True; make the plan with deterministic=True")
+    out = attention(q, k, v, plan, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def flash_attn_func(
@@ -121,41 +95,32 @@ def flash_attn_func(
         ValueError: another causality or window than the plan's, or deterministic with a plan that is not.
         NotImplementedError: ``dropout_p`` or ``return_attn_probs``.
     """
-    call = _Call(
-        "flash_attn_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
+    return _attend(
+        "flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
     )  # fmt: skip
-    return call.attend(q, k, v)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
+def _with_options(function: F) -> F:
+    """Let the signature of a function name the options that it hands on: those of :func:`flash_attn_func`."""
+    own = [x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    options = [*inspect.signature(flash_attn_func).parameters.values()][3:]
+    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return function
+
+
+@_with_options
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
     """Return :func:`flash_attn_func` of ``qkv``, (batch, local tokens, 3, heads, head_dim)."""
-    call = _Call(
-        "flash_attn_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
     q, k, v = qkv.unbind(2)
-    return call.attend(q, k, v)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
+@_with_options
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
     """Return :func:`flash_attn_func` of ``q`` and ``kv``, (batch, local tokens, 2, heads, head_dim)."""
-    call = _Call(
-        "flash_attn_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
     k, v = kv.unbind(2)
-    return call.attend(q, k, v)
+    return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_varlen_func(
@@ -180,39 +145,33 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
-    call = _Call(
-        "flash_attn_varlen_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    name = "flash_attn_varlen_func"
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            f"{name} compares the values of cu_seqlens with the plan, which a compiled graph cannot; call "
+            "flash_attn_func, for which documents are the plan's"
+        )
+    check_documents(name, plan_in_use(name), cu_seqlens_q, cu_seqlens_k)
+    return _attend(
+        name, q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs,
-    )  # fmt: skip
-    return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    )[0]  # fmt: skip
 
 
+@_with_options
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+) -> Tensor:
     """Return :func:`flash_attn_varlen_func` of ``qkv``, (local tokens, 3, heads, head_dim)."""
-    call = _Call(
-        "flash_attn_varlen_qkvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
     q, k, v = qkv.unbind(1)
-    return call.attend_packed(q, k, v, cu_seqlens, cu_seqlens)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
+@_with_options
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *args: Any, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_varlen_func` of ``q`` and ``kv``, (local tokens, 2, heads, head_dim)."""
-    call = _Call(
-        "flash_attn_varlen_kvpacked_func", dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
     k, v = kv.unbind(1)
-    return call.attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **options)

@@ -10,16 +10,16 @@ What each rank holds, of r = 0 .. n - 1:
 
 Dense forms: (batch, local tokens, heads, head_dim); varlen forms: (local tokens, heads, head_dim). ``cu_seqlens`` of
 the varlen forms are those of the ranks' parts, as there; of llama3, those that
-:func:`llama3_flash_attn_prepare_cu_seqlens` returned, which carry the boundaries of the whole row. The lengths of rows
-and documents are multiples of n, or 2 n with zigzag, because calls say nothing of the other ranks' lengths; llama3's
-rows may have any length.
+:func:`llama3_flash_attn_prepare_cu_seqlens` returned, which carry the boundaries of the whole row as ``ringattn_row``.
+The lengths of rows and documents are multiples of n, or 2 n with zigzag, because calls say nothing of the other ranks'
+lengths; llama3's rows may have any length.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,23 +86,18 @@ def _cut(layout: str, documents: Bounds, parts: int, held: Sequence[tuple[int, .
     return Cut(layout, shards)
 
 
-class Row(NamedTuple):
-    """The boundaries of the documents of a whole row; llama3's tensors have it as ``ringattn_row``."""
-
-    documents: Bounds
-
-
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cut: Callable[[Bounds, int], Cut], documents: Bounds, group: Any,
+    q: Tensor, k: Tensor, v: Tensor,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None, deterministic: bool = False,
-    return_attn_probs: bool = False, **score: Any,
+    return_attn_probs: bool = False, group: Any = None,
+    *, cut: Callable[[Bounds, int], Cut], documents: Bounds, parts_of_ranks: bool = False, **score: Any,
 ) -> Any:  # fmt: skip
     """Return out of (batch, local tokens, heads, head_dim), with ``return_attn_probs`` ``(out, lse, None)``.
 
     Args:
         cut: which tokens each rank holds.
-        documents: boundaries in the whole row.
+        documents: boundaries in the whole row, or with ``parts_of_ranks`` in the equal parts of the ranks.
         score: further arguments of :func:`ringattn.attention`.
         Others: as for ring-flash-attn's functions.
 
@@ -112,6 +107,8 @@ def attend(
     """
     check_dropout("ring_flash_attn", dropout_p)
     transport = transports.of(group)
+    if parts_of_ranks:
+        documents = tuple(x * transport.world_size for x in documents)
     window = window_size[0], 0 if causal else window_size[1]
     made = _plans.once(
         (transport.serial, cut, documents, window, deterministic),
@@ -131,38 +128,27 @@ def attend(
 
 
 def _dense(name: str, cut: Callable[[Bounds, int], Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
-    def function(
-        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
-        deterministic=False, return_attn_probs=False, group=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
-        _check_divisible(name, (0, q.shape[1]), parts)
-        row = (0, q.shape[1] * transports.of(group).world_size)
-        return attend(
-            q, k, v, cut, row, group, dropout_p, softmax_scale, causal, tuple(window_size), alibi_slopes, deterministic,
-            return_attn_probs,
-        )  # fmt: skip
+    def function(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        bounds = 0, q.shape[1]
+        _check_divisible(name, bounds, parts)
+        return attend(q, k, v, *args, cut=cut, documents=bounds, parts_of_ranks=True, **options)
 
     return _packings(name, function, 2)
 
 
 def _varlen(name: str, cut: Callable[[Bounds, int], Cut], parts: int = 1) -> tuple[Callable[..., Any], ...]:
     def function(
-        q, k, v, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
-        alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
+    ) -> Any:
         bounds = integers_of(cu_seqlens)
         _check_divisible(name, bounds, parts)
-        row = tuple(x * transports.of(group).world_size for x in bounds)
-        return _of_rows(
-            q, k, v, cut, row, group, dropout_p, softmax_scale, causal, tuple(window_size), alibi_slopes, deterministic,
-            return_attn_probs,
-        )  # fmt: skip
+        return _of_rows(q, k, v, *args, cut=cut, documents=bounds, parts_of_ranks=True, **options)
 
     return _packings(name, function, 1)
 
 
-def _of_rows(q, k, v, *others):  # type: ignore[no-untyped-def]
-    result = attend(q[None], k[None], v[None], *others)
+def _of_rows(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+    result = attend(q[None], k[None], v[None], *args, **options)
     return (result[0][0], result[1][0], None) if isinstance(result, tuple) else result[0]
 
 
@@ -209,26 +195,22 @@ def llama3_flash_attn_prepare_cu_seqlens(
     of_k = [min(x, right) - left for x in edges]
     bounds = [torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in (of_q, of_k)]
     for x in bounds:
-        x.ringattn_row = Row(documents)  # type: ignore[attr-defined]
+        x.ringattn_row = documents  # type: ignore[attr-defined]
     longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (of_q, of_k)]
     return bounds[0], bounds[1], longest[0], longest[1], slice(left, right)
 
 
-def _llama3(  # type: ignore[no-untyped-def]
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, dropout_p=0.0,
-    softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, deterministic=False,
-    return_attn_probs=False, group=None,
-):  # fmt: skip
-    row = getattr(cu_seqlens_q, "ringattn_row", None) or getattr(cu_seqlens_k, "ringattn_row", None)
-    if row is None:
+def _llama3(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    heads_k_stride: int, local_k_slice: slice, *args: Any, **options: Any,
+) -> Any:  # fmt: skip
+    documents = getattr(cu_seqlens_q, "ringattn_row", None) or getattr(cu_seqlens_k, "ringattn_row", None)
+    if documents is None:
         raise ValueError(
             "llama3_flash_attn_varlen_func got cu_seqlens_q and cu_seqlens_k that do not know the documents of the "
             "other ranks; pass the tensors that llama3_flash_attn_prepare_cu_seqlens returned, not copies of them"
         )
-    return _of_rows(
-        q, k, v, chunks, row.documents, group, dropout_p, softmax_scale, causal, tuple(window_size), alibi_slopes,
-        deterministic, return_attn_probs,
-    )  # fmt: skip
+    return _of_rows(q, k, v, *args, cut=chunks, documents=documents, **options)
 
 
 llama3_flash_attn_varlen_func, llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = (

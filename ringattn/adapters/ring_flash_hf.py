@@ -61,8 +61,9 @@ def create_ring_flash_attention_forward(process_group: Any, heads_k_stride: int)
         near = -1 if sliding_window is None else sliding_window - 1  # transformers counts the query itself
         q, k, v = (x.to(value_states.dtype) for x in (query_states, key_states, value_states))
         out: Tensor = attend(
-            q, k, v, chunks, DATA_PARAMS["cu_seqlens_q"].ringattn_row.documents, process_group, dropout, softmax_scale,
-            is_causal, (near, near), deterministic=bool(deterministic), softcap=softcap or 0.0, sink=s_aux,
+            q, k, v, dropout, softmax_scale, is_causal, (near, near), deterministic=bool(deterministic),
+            group=process_group, cut=chunks, documents=DATA_PARAMS["cu_seqlens_q"].ringattn_row,
+            softcap=softcap or 0.0, sink=s_aux,
         )  # fmt: skip
         return out
 
