@@ -1,4 +1,5 @@
-"""The sequence that a model's layers attend to: the innermost one entered, in a recomputation that of the forward."""
+"""What a model's layers attend to: the innermost sequence entered, in a recomputation that of the forward; or the
+innermost generation."""
 
 from __future__ import annotations
 
@@ -11,3 +12,4 @@ SEQUENCES: Scope[Any] = Scope(  # of sequence.Sequence
     "Checkpoint the model's layers (model.gradient_checkpointing_enable()), not the model; or run forward and backward "
     "of one batch before the next.",
 )
+GENERATIONS: Scope[Any] = Scope("generation", "Generate inside of torch.no_grad().")  # of sharded_cache.Generation

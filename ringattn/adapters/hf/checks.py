@@ -104,17 +104,13 @@ def _goes_through_interface(model: nn.Module) -> bool:
         not c.__module__.startswith("transformers.")
         or c.is_backend_compatible()
         or hasattr(sys.modules[c.__module__], "ALL_ATTENTION_FUNCTIONS")
-        or _has_line_of_ours(sys.modules[c.__module__])
+        or any(NAME in table for table in _tables(sys.modules[c.__module__]))  # a line of :mod:`.older`
         for c in parts
     )
 
 
-def _has_line_of_ours(module: Any) -> bool:
-    """Return whether a file of models has a table of attention classes with ringattn's (:mod:`.older`)."""
-    return any(NAME in table for table in _tables(module))
-
-
 def _tables(module: Any) -> list[dict[str, type]]:
+    """Return the tables of attention classes of a file of models."""
     return [table for name, table in vars(module).items() if name.endswith("_ATTENTION_CLASSES")]
 
 

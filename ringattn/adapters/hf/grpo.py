@@ -38,7 +38,7 @@ def extend(trainer: Any) -> None:
         if refused:
             raise NotImplementedError(f"GRPOTrainer over ranks has {setting}, which is not supported; {fix}")
     args, ranks = trainer.args, trainer.accelerator.num_processes
-    replicas = ranks // _sharing(trainer.accelerator)
+    replicas = ranks // sharing(trainer.accelerator)
     # The config has counted every rank.
     args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
     sizes = [("train", args.generation_batch_size, trainer.num_generations)]
@@ -53,9 +53,9 @@ def extend(trainer: Any) -> None:
     trainer.__class__ = type(type(trainer).__name__, (_OverRanks, type(trainer)), {})
 
 
-def _sharing(accelerator: Any) -> int:
+def sharing(accelerator: Any) -> int:
     """Return how many neighbouring ranks have the same rows."""
-    parallel = accelerator.parallelism_config
+    parallel = getattr(accelerator, "parallelism_config", None)
     return parallel.non_data_parallel_size if parallel is not None and parallel.cp_enabled else 1
 
 
@@ -64,16 +64,16 @@ class _OfReplicas:
 
     @property
     def num_processes(self) -> int:
-        return super().num_processes // _sharing(self)  # type: ignore[misc]
+        return super().num_processes // sharing(self)  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
-        return super().process_index // _sharing(self)  # type: ignore[misc]
+        return super().process_index // sharing(self)  # type: ignore[misc]
 
     def gather(self, tensor: Tensor) -> Tensor:
         ranks = super().num_processes  # type: ignore[misc]
         every = super().gather(tensor)  # type: ignore[misc]
-        return every.unflatten(0, (ranks, -1))[:: _sharing(self)].flatten(0, 1)
+        return every.unflatten(0, (ranks, -1))[:: sharing(self)].flatten(0, 1)
 
 
 class _OverRanks:
@@ -121,7 +121,7 @@ class _OverRanks:
     def _by_replicas(self) -> Iterator[None]:
         """Count the ranks that share rows as one process inside of the block."""
         accelerator, theirs = self.accelerator, type(self.accelerator)
-        if _sharing(accelerator) == 1:
+        if sharing(accelerator) == 1:
             yield
             return
         module = sys.modules[needed("trl", "GRPOTrainer").__module__]
@@ -137,11 +137,11 @@ class _OverRanks:
 
     def _of_first(self, thing: Any) -> list[Any]:
         """Return what the first of the ranks that share rows has passed, for all replicas."""
-        return needed("accelerate.utils", "gather_object")([thing])[:: _sharing(self.accelerator)]
+        return needed("accelerate.utils", "gather_object")([thing])[:: sharing(self.accelerator)]
 
     def _by_first(self: Any, function: Callable[[], Any]) -> Any:
         """Call a function on the first of the ranks that share rows, and return its result on all of them."""
-        if _sharing(self.accelerator) == 1:
+        if sharing(self.accelerator) == 1:
             return function()
         result, error = None, None
         if transports.of(self._ring_group()).rank == 0:
@@ -158,11 +158,11 @@ class _OverRanks:
 
     def _replica(self) -> int:
         """Return which of the groups of ranks that share rows this one belongs to."""
-        return needed("accelerate", "PartialState")().process_index // _sharing(self.accelerator)
+        return needed("accelerate", "PartialState")().process_index // sharing(self.accelerator)
 
     def _draw_alike(self) -> None:
         """Let ranks that share rows draw the same random numbers from here on: tokens, the order of rows."""
-        if _sharing(self.accelerator) == 1:
+        if sharing(self.accelerator) == 1:
             return
         device = self.accelerator.device
         on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

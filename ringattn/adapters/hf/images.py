@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...plans import Plan
 from ...training import batch as batches
+from ..replacing import replaced
 
 # Their forward only substitutes image features for tokens, and adds more of them to later layers of these tokens.
 _MODELS = (
@@ -121,11 +122,8 @@ def taken(model: Any, features: Features | None) -> Iterator[None]:
             outputs.deepstack_features = [mine(layer) for layer in layers]
         return outputs
 
-    module.get_image_features = of_this_rank  # hides the method of the class
-    try:
+    with replaced(module, "get_image_features", of_this_rank):
         yield
-    finally:
-        del module.get_image_features
 
 
 def _module(model: Any) -> Any:

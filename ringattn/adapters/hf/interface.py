@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ...functional import attention
+from .active import GENERATIONS
 from .checks import NAME
 from .models import Kind
 from .probe import MaskFunction, difference, read
 from .sequence import Visible, count_call, required
-from .sharded_cache import Cached, innermost
+from .sharded_cache import Cached
 from .versions import found
 
 # Keywords that reach the attention function and do not change its result.
@@ -52,7 +53,7 @@ def visible_to_layers(
     mask function "ringattn"."""
     if isinstance(attention_mask, Visible | Cached):  # of an outer model
         return attention_mask
-    generating = innermost()
+    generating = GENERATIONS.innermost()
     if generating is not None:
         known = read(mask_function)
         return Cached(generating, None if known is None or known[1] is not None else known[0])
@@ -136,7 +137,7 @@ def attend(
     elif attention_mask is None:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
         window = sliding_window if causal or sliding_window is None else sliding_window - 1
-        generating = innermost()
+        generating = GENERATIONS.innermost()
         visible = Cached(generating, Kind(causal, window)) if generating else required().visible(Kind(causal, window))
     else:
         mask = (

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..replacing import replaced
+
 
 def unwrapped(model: nn.Module) -> Any:
     """Return the transformers model inside DDP, torch.compile, or both."""
@@ -45,22 +47,17 @@ def watched(
             replaced = after(kwargs, outputs) if after else None
             return outputs if replaced is None else replaced
 
-        entry._compiled_call_impl = call
-        try:
+        with replaced(entry, "_compiled_call_impl", call):
             yield
-        finally:
-            entry._compiled_call_impl = inner
         return
-    hooks = []
-    if before:
-        hooks.append(entry.register_forward_pre_hook(lambda m, args, kwargs: before(kwargs), with_kwargs=True))
-    if after:
-        hooks.append(entry.register_forward_hook(lambda m, args, kwargs, out: after(kwargs, out), with_kwargs=True))
-    try:
+    with contextlib.ExitStack() as stack:
+        if before:
+            hook = entry.register_forward_pre_hook(lambda m, args, kwargs: before(kwargs), with_kwargs=True)
+            stack.callback(hook.remove)
+        if after:
+            hook = entry.register_forward_hook(lambda m, args, kwargs, out: after(kwargs, out), with_kwargs=True)
+            stack.callback(hook.remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def named_outputs(kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:

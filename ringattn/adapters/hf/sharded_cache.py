@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from ...kernels.paged.operands import NEW_TOKENS
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks, hybrids
-from .active import SEQUENCES
+from .active import GENERATIONS, SEQUENCES
 from .linear_states import Carries, States
 from .models import Kind, entry, unwrapped, watched
 from .versions import found, needed, version
@@ -405,22 +404,6 @@ def _left(kind: Kind) -> int | None:
     return None if kind.window is None else kind.window - 1
 
 
-# --- Which generation is active ------------------------------------------------------------------------
-
-
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.generations: list[Generation] = []
-
-
-_active = _Active()
-
-
-def innermost() -> Generation | None:
-    """Return the generation that this thread's models attend to, or None."""
-    return _active.generations[-1] if _active.generations else None
-
-
 @contextlib.contextmanager
 def generation(
     model: nn.Module,
@@ -485,11 +468,8 @@ def generation(
     if (own := found(type(cache.model).__module__, "MiniMaxCache")) is not None:  # the only one that its model takes
         cache.linear_cache = []
         cache.__class__ = type("Generation", (Generation, own), {})
-    _active.generations.append(cache)
-    try:
+    with GENERATIONS.active(cache):
         with torch.no_grad():
             cache.prefill(ids, mask, prefill_chunk)
         with watched(entry(model), before=cache.before_forward):
             yield cache
-    finally:
-        _active.generations.remove(cache)

@@ -132,21 +132,20 @@ class _LeavesAttention:
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather metrics once per batch: ranks that share a sequence have the same ones, which would count ``cp_size``
         times."""
-        parallel = self.parallelism_config
-        if parallel is None or not parallel.cp_enabled:
+        sharing = grpo.sharing(self)
+        if sharing == 1:
             return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
         if isinstance(input_data, tuple):
             return tuple(self.gather_for_metrics(x, use_gather_object) for x in input_data)
         if self.ring_numbers and isinstance(input_data, Tensor) and input_data.ndim == 0:
-            numbers = self.gather(input_data).unflatten(0, (-1, parallel.non_data_parallel_size))
+            numbers = self.gather(input_data).unflatten(0, (-1, sharing))
             return numbers.sum(1) if self.ring_numbers == "parts" else numbers[:, 0]
         if not isinstance(input_data, Tensor) or input_data.ndim == 0:
             raise NotImplementedError(
                 f"gather_for_metrics() got a {type(input_data).__name__}; under cp_size > 1 it takes a tensor of rows, "
                 "the same on all ranks that share a sequence"
             )
-        rows = self.gather(input_data).unflatten(0, (self.num_processes, -1))
-        rows = rows[:: parallel.non_data_parallel_size].flatten(0, 1)
+        rows = self.gather(input_data).unflatten(0, (self.num_processes, -1))[::sharing].flatten(0, 1)
         state = self.gradient_state
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
 
@@ -190,7 +189,11 @@ class RingTrainerMixin:
         with shared_on_cpus():
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
         prepare(self.accelerator)
-        if self.accelerator.num_processes > 1 and self.accelerator.is_main_process and not _splits(self.accelerator):
+        if (
+            self.accelerator.num_processes > 1
+            and self.accelerator.is_main_process
+            and grpo.sharing(self.accelerator) == 1
+        ):
             _log.warning(
                 "cp_size is 1: rows are not split, and each of %d ranks has its own; pass "
                 "TrainingArguments(parallelism_config=ParallelismConfig(cp_size=...)) to share them",
@@ -415,16 +418,9 @@ def shared_on_cpus() -> Iterator[None]:
         yield
 
 
-def _splits(accelerator: Any) -> bool:
-    """Return whether ranks share rows."""
-    parallel = getattr(accelerator, "parallelism_config", None)
-    return parallel is not None and bool(parallel.cp_enabled)
-
-
 def _group(accelerator: Any) -> Any:
-    if _splits(accelerator):
-        return accelerator.torch_device_mesh["cp"]
-    return VirtualRank(0, 1, accelerator.device)
+    alone = grpo.sharing(accelerator) == 1
+    return VirtualRank(0, 1, accelerator.device) if alone else accelerator.torch_device_mesh["cp"]
 
 
 def _takes_more(model: nn.Module) -> bool:
@@ -435,27 +431,21 @@ def _takes_more(model: nn.Module) -> bool:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise NotImplementedError for settings under which the loss would not be the mean over all targets."""
-    adds_up = not trainer._ring_rows  # over tokens; of rows trl computes the loss
+    args, of_rows, sft = trainer.args, trainer._ring_rows, trainer._ring_sft
+    adds_up = not of_rows  # over tokens; of rows trl computes the loss
+    over_batches = trainer.model_accepts_loss_kwargs
     for refused, setting, fix in (
-        (
-            adds_up and not trainer.args.average_tokens_across_devices,
-            "average_tokens_across_devices=False",
-            "set it to True",
-        ),
+        (adds_up and not args.average_tokens_across_devices, "average_tokens_across_devices=False", "set it to True"),
         (adds_up and trainer.label_smoother is not None, "label_smoothing_factor", "set it to 0"),
         (trainer.compute_loss_func is not None, "compute_loss_func", "leave the loss to the model"),
         (
-            adds_up and not (trainer.model_accepts_loss_kwargs or _takes_more(trainer.model)),
+            adds_up and not (over_batches or _takes_more(trainer.model)),
             "a model whose forward takes no loss arguments",
             "use ringattn.hf.sequence() and ringattn.loss in a loop of your own",
         ),
+        (of_rows and args.torch_compile, f"torch_compile=True on trl's {of_rows}", "set it to False"),
         (
-            trainer._ring_rows and trainer.args.torch_compile,
-            f"torch_compile=True on trl's {trainer._ring_rows}",
-            "set it to False",
-        ),
-        (
-            trainer._ring_sft and trainer.args.use_liger_kernel,
+            sft and args.use_liger_kernel,
             "use_liger_kernel=True on trl's SFTTrainer",
             "set it to False: SFTTrainer avoids whole logits by itself",
         ),
@@ -465,7 +455,7 @@ def _check_trainer(trainer: Any) -> None:
             "leave it out",
         ),
         (
-            trainer._ring_sft and not trainer.model_accepts_loss_kwargs,
+            sft and not over_batches,
             "a model with accepts_loss_kwargs=False on trl's SFTTrainer, which takes the mean of each rank's targets",
             "use transformers' Trainer",
         ),
@@ -475,11 +465,7 @@ def _check_trainer(trainer: Any) -> None:
             f"neftune_noise_alpha={trainer.neftune_noise_alpha}, which scales noise by the length of a rank's shard",
             "leave it out",
         ),
-        (
-            trainer.args.n_gpu > 1,
-            f"{trainer.args.n_gpu} GPUs in one process",
-            "start one process per GPU with torchrun",
-        ),
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process", "start one process per GPU with torchrun"),
     ):
         if refused:
             raise NotImplementedError(f"the Trainer has {setting}, with which ranks' losses do not add up; {fix}")

@@ -42,6 +42,7 @@ def whole_rows(
     if packing not in (None, "tree"):
         raise ValueError(f'packing is {packing!r}; pass "tree" for one row of all prompts and their answers, or None')
     kept: list[Sequence] = []  # layers that are computed again in the backward look for them
+    make = functools.partial(Sequence if packing is None else sequence_of_trees, group=group, **options)
     with contextlib.ExitStack() as stack:
         for model in {id(m): m for m in map(entry, models)}.values():
             classifier = _classifier(model)
@@ -49,47 +50,30 @@ def whole_rows(
                 if packing is not None:
                     raise NotImplementedError('packing="tree" is for scores of tokens, not of rows; leave it out')
                 backbone, head = classifier
-                forward = _over_ranks(backbone, group, options, kept)
                 hook = head.register_forward_hook(lambda head, args, scores: kept[-1].plan.unshard(scores))
                 stack.callback(hook.remove)
-                stack.enter_context(replaced(backbone, "forward", forward))
+                stack.enter_context(replaced(backbone, "forward", _over_ranks(backbone, make, kept)))
             else:
-                of_rows = _over_trees if packing == "tree" else _over_ranks
-                stack.enter_context(
-                    replaced(model, "forward", _scored(model.forward, of_rows(model, group, options, kept), kept))
-                )
+                forward = _scored(model.forward, _over_ranks(model, make, kept), kept)
+                stack.enter_context(replaced(model, "forward", forward))
         yield
 
 
-def _over_ranks(model: Any, group: Any, options: dict[str, Any], kept: list[Sequence]) -> Callable[..., Any]:
-    """Return a forward that takes whole rows, and returns what the model's own returns for this rank's tokens."""
+def _over_ranks(model: Any, make: Callable[..., Sequence], kept: list[Sequence]) -> Callable[..., Any]:
+    """Return a forward that takes whole rows, and returns what the model's own returns for this rank's tokens of the
+    sequence that ``make(model, batch)`` makes of them."""
     theirs = model.forward
     names = tuple(inspect.signature(theirs).parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         batch = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
-        sequence = Sequence(model, batch, group, **options)
-        kept.append(sequence)
+        others = {name: x for name, x in given.items() if name not in batch}
+        kept.append(sequence := make(model, batch))
         with sequence.active() as local:
-            outputs = theirs(**{**given, **local})
+            outputs = theirs(**{**others, **local})
             changed = sequence.after_forward(local, outputs)
         return outputs if changed is None else changed
-
-    return forward
-
-
-def _over_trees(model: Any, group: Any, options: dict[str, Any], kept: list[Sequence]) -> Callable[..., Any]:
-    """Return the forward of :func:`_over_ranks` that computes each prompt of the rows once."""
-    theirs = model.forward
-
-    def forward(**given: Any) -> Any:
-        others = {name: x for name, x in given.items() if not isinstance(x, Tensor)}
-        kept.append(sequence := sequence_of_trees(model, given, group, **options))
-        with sequence.active() as local:
-            outputs = theirs(**others, **local)
-            sequence.after_forward(local, outputs)
-        return outputs
 
     return forward
 
