@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -128,6 +129,18 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor, ranks: Sequenc
             kind = Desynchronized if field in _ORDER else Disagreement
             raise kind(message, call, field, values)
         names += isinstance(value, str)
+
+
+@contextmanager
+def agreeing(agree: Callable[[str, dict[str, Value], Exception | None], None], what: str) -> Iterator[dict[str, Value]]:
+    """Let all ranks run a block, and then ``Transport.agree()`` on what it puts into the mapping, or on its error."""
+    fields: dict[str, Value] = {}
+    error: Exception | None = None
+    try:
+        yield fields
+    except Exception as bad:  # of any kind: the other ranks must hear of it
+        error = bad
+    agree(what, fields, error)
 
 
 def hash_of(text: str) -> int:

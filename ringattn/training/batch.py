@@ -19,14 +19,15 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..agreement import Disagreement
-from ..masks.intervals import Intervals, Mask
+from ..masks.intervals import Mask
 from ..memo import Memo
+from ..plans import Plan
 from ..transport.group import Transport
 from .rows import BOUNDARIES as BOUNDARIES
 from .rows import BOUNDS, IDS, TOKENS, attention_mask, check_positions, check_tensor, class_ids, in_text, jumps
@@ -41,21 +42,8 @@ _MAX_NAMES = 30  # tensors that agree() can name; the others share one hash
 _keys: Memo[bytes] = Memo(64)  # of hashes, by transport
 
 
-class Cut(Protocol):
-    """The part of a plan that shards a batch."""
-
-    seq_len: int
-    seq_len_k: int
-    world_size: int
-    mask: Mask
-    documents: Intervals
-    transport: Transport
-
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor: ...
-
-
 def shard_batch(
-    plan: Cut, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
+    plan: Plan, batch: Mapping[str, Any], *, seq_dims: Mapping[str, int | None] | None = None
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch: see :meth:`ringattn.Plan.shard_batch`."""
     seq_dims = dict(seq_dims or {})
@@ -72,7 +60,7 @@ def shard_batch(
     return local
 
 
-def _shard(plan: Cut, batch: Mapping[str, Any], seq_dims: dict[str, int | None]) -> dict[str, Any]:
+def _shard(plan: Plan, batch: Mapping[str, Any], seq_dims: dict[str, int | None]) -> dict[str, Any]:
     rows, seq_len = shape(batch)
     if seq_len != plan.seq_len or plan.seq_len != plan.seq_len_k:
         raise ValueError(
@@ -120,7 +108,7 @@ def _dim_of(name: str, x: Any, rows: int, seq_len: int) -> int | None:
     )
 
 
-def begins(plan: Cut) -> Begins:
+def begins(plan: Plan) -> Begins:
     """Return the documents of a plan."""
     mask = plan.documents
     positions = torch.arange(plan.seq_len).expand(mask.rows, -1).contiguous()

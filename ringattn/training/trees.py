@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..agreement import agreeing
 from ..factory import Plan
 from ..factory import plan as make_plan
 from ..masks.common import integers
@@ -112,15 +113,10 @@ def trees_over_ranks(prompts: Sequence[Ids], answers: Sequence[Sequence[Ids]], g
     """Return the row of prompts and answers, with tokens for each rank of a group. An error of one rank is raised on
     all."""
     transport = transports.of(group)
-    error: Exception | None = None
-    made: Trees | None = None
-    try:
-        made = Trees(prompts, answers, 2 * transport.world_size, transport.device)
-    except (ValueError, TypeError) as bad:
-        error = bad
-    transport.agree(what, {"tokens": -1 if made is None else made.batch["input_ids"].shape[1]}, error)
-    assert made is not None
-    return made
+    with agreeing(transport.agree, what) as same:
+        trees = Trees(prompts, answers, 2 * transport.world_size, transport.device)
+        same["tokens"] = trees.batch["input_ids"].shape[1]
+    return trees
 
 
 def tree_log_probs(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import mask as masks
+from ...agreement import agreeing
 from ...factory import Plan
 from ...factory import plan as make_plan
 from ...training import batch as batches
@@ -123,7 +124,9 @@ class Sequence:
         self.trees = trees
         self.kernel = kernel
         self.options = dict(layout=layout, dataflow=dataflow, deterministic=deterministic, local_size=local_size)
-        self.seq_len, self.documents = _agreed(batch, group)
+        with agreeing(transports.of(group).agree, "ringattn.hf.sequence()") as same:
+            self.seq_len = same["seq_len"] = batches.shape(batch)[1]
+            self.documents = batches.documents(batch)
         self.calls = 0
         self.outers: list[Sequence] = []  # entered before this one, and not left yet
         self._plans: dict[Kind, Visible] = {}
@@ -295,10 +298,8 @@ class Sequence:
         has_loss = outputs.get("loss") is not None
         if self.record.attends and (self.record.has_loss or not has_loss):
             return
-        name = type(self.model).__name__
-        error: Exception | None = None
-        mean = False
-        try:
+        name, mean, transport = type(self.model).__name__, False, self.plan.transport
+        with agreeing(transport.agree, f"the first forward of {name}"):
             if not self.calls:
                 raise RuntimeError(
                     f"{name} has run without calling ringattn: its attention layers ignore attn_implementation; "
@@ -308,10 +309,6 @@ class Sequence:
                 checks.check_heads(self.model, self.local, kwargs, outputs)
             if has_loss:
                 mean = not checks.adds_up(self.model, self.plan.rank, kwargs, outputs)
-        except (ValueError, RuntimeError, NotImplementedError) as bad:
-            error = bad
-        self.plan.transport.agree(f"the first forward of {name}", {}, error)
-        transport = self.plan.transport
         if has_loss and transport.world_size > 1:  # a rank with all targets cannot tell
             mean = bool(transport.all_reduce(torch.tensor([mean], dtype=torch.int32, device=transport.device), "max"))
         self.record.attends = True
@@ -342,19 +339,6 @@ def required() -> Sequence:
             "model.set_attn_implementation('sdpa') first"
         )
     return active
-
-
-def _agreed(batch: Mapping[str, Any], group: Any) -> tuple[int, Tensor | None]:
-    """Return length and documents of the batch's rows; an error of one rank is raised on all."""
-    error: Exception | None = None
-    seq_len, documents = 0, None
-    try:
-        seq_len = batches.shape(batch)[1]
-        documents = batches.documents(batch)
-    except (ValueError, TypeError) as bad:
-        error = bad
-    transports.of(group).agree("ringattn.hf.sequence()", {"seq_len": seq_len}, error)
-    return seq_len, documents
 
 
 def _log_packed(documents: Tensor) -> bool:

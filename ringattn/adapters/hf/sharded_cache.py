@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...agreement import agreeing
 from ...factory import Plan
 from ...factory import plan as make_plan
 from ...functional import attention
@@ -441,9 +442,8 @@ def generation(
         ringattn.CacheFull: more tokens than there is room for.
     """
     transport = transport_of(group)
-    error: Exception | None = None
-    rows: dict[str, Any] = {}
-    try:
+    transport.begin("ringattn.hf.generation()", compares=True)
+    with agreeing(transport.agree, "ringattn.hf.generation()") as same:
         needed("transformers", "Cache")
         checks.check_model(model)
         if (names := hybrids.mixers(model)) and not hasattr(_Base, "get_conv_state"):
@@ -459,11 +459,7 @@ def generation(
                 raise ValueError(f"{name} is {value!r}; pass a whole number of at least 1")
         ids, mask = checks.rows_of_text(inputs)
         checks.check_positions(unwrapped(model), ids.shape[1] + max_new_tokens)
-        rows = {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
-    except Exception as bad:  # of any kind: the other ranks must hear of it
-        error = bad
-    transport.begin("ringattn.hf.generation()", compares=True)
-    transport.agree("ringattn.hf.generation()", rows, error)
+        same |= {"input_ids": _digest(ids), "attention_mask": _digest(mask)}
     cache = Generation(model, transport, max_new_tokens, num_sequences, kernel, deterministic)
     if (own := found(type(cache.model).__module__, "MiniMaxCache")) is not None:  # the only one that its model takes
         cache.linear_cache = []
