@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .by_tokens import refuse_dropout
-from .parts import Part, parameters_of, run_in_parts
-from .stand_in import stand_in
+from .parts import Part, parameters_of, run_in_parts, stand_in
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -49,6 +49,14 @@ def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[nn.Parameter
     return [p for _, module in modules for p in module.parameters()]
 
 
+def stand_in(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> Any:
+    """Return a view of ``module`` that shares all of it but for ``attributes``, which its methods find in place of
+    submodules and parameters of these names. ``kind``: the class that it was made with; FSDP2 changes it later."""
+    other = kind.__new__(kind)
+    other.__dict__.update(vars(module), **attributes)  # found before submodules and parameters
+    return other
+
+
 class Part(NamedTuple):
     """One part.
 

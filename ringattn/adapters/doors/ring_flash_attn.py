@@ -32,19 +32,13 @@ def door() -> Iterator[None]:
     they run after ``substitute_hf_flash_attn()``.
     """
     package, adapters = ModuleType("ring_flash_attn", __doc__), ModuleType("ring_flash_attn.adapters")
-    package.__path__, adapters.__path__ = [], []
-    for name in FUNCTIONS:
-        setattr(package, name, getattr(ring_flash, name))
-    for name in OF_MODELS:
-        setattr(adapters, name, getattr(ring_flash_hf, name))
-        setattr(package, name, getattr(ring_flash_hf, name))
+    of_models = {name: getattr(ring_flash_hf, name) for name in OF_MODELS}
+    functions, files = {name: getattr(ring_flash, name) for name in FUNCTIONS}, dict.fromkeys(FILES, ring_flash)
+    vars(adapters).update(of_models, __path__=[], hf_adapter=ring_flash_hf)
+    vars(package).update(functions | of_models | files, __path__=[], __version__="0.1.8", adapters=adapters)
     modules: dict[str, ModuleType] = {package.__name__: package, adapters.__name__: adapters}
-    for name in FILES:
-        modules[f"ring_flash_attn.{name}"] = ring_flash
-        setattr(package, name, ring_flash)
-    modules["ring_flash_attn.adapters.hf_adapter"] = adapters.hf_adapter = ring_flash_hf  # type: ignore[attr-defined]
-    package.adapters = adapters  # type: ignore[attr-defined]
-    package.__version__ = "0.1.8"  # type: ignore[attr-defined]
+    modules |= {f"ring_flash_attn.{name}": file for name, file in files.items()}
+    modules["ring_flash_attn.adapters.hf_adapter"] = ring_flash_hf
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "ring_flash_attn"}
     with ExitStack() as stack:
         stack.callback(sys.modules.update, before)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from ...factory import Plan
 from ...tokens.linear import Scanned, Tokens, recurrence, scan
-from ...training.batch import begins
 from .active import SEQUENCES
 from .linear_states import States
 from .versions import needed
@@ -207,11 +206,7 @@ def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Te
 
 
 def _runs(plan: Plan) -> list[list[tuple[int, int, bool]]]:
-    """Return, for each row of the plan's documents, the runs of one document, or of padding: (start, stop, real)."""
-    begin, real = begins(plan)
-    several = []
-    for row in range(begin.shape[0]):
-        key = torch.where(real[row], begin[row], -1)
-        starts = [0, *((key[1:] != key[:-1]).nonzero()[:, 0] + 1).tolist()]
-        several.append([(a, b, bool(real[row, a])) for a, b in zip(starts, [*starts[1:], plan.seq_len], strict=True)])
-    return several
+    """Return the documents of each row of the plan, and the runs of padding: (start, stop, real)."""
+    pieces = plan.documents
+    columns = pieces.first.tolist(), pieces.past.tolist(), (pieces.left + pieces.right >= 0).tolist()
+    return [[run for run in zip(*row, strict=True) if run[0] < run[1]] for row in zip(*columns, strict=True)]

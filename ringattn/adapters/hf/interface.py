@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ...functional import attention
-from .active import GENERATIONS
+from .active import GENERATIONS, SEQUENCES
 from .checks import NAME
 from .models import Kind
 from .probe import MaskFunction, difference, read
-from .sequence import Visible, count_call, required
+from .sequence import Visible, required
 from .sharded_cache import Cached
 from .versions import found
 
@@ -159,7 +159,8 @@ def attend(
     score: dict[str, Any] = dict(softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux)
     if isinstance(visible, Cached):
         return visible.generation.attend(module, q, k, v, kind, **score).contiguous(), None
-    count_call()
+    if (innermost := SEQUENCES.innermost()) is not None:
+        innermost.calls += 1
     out = attention(q, k, v, visible.plan, kernel=visible.kernel, **score)
     assert isinstance(out, Tensor)
     return out.contiguous(), None

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from ...training.by_heads import by_heads
 from ...training.by_tokens import by_tokens, run_by_tokens
-from ...training.parts import parameters_of
+from ...training.parts import parameters_of, stand_in
 from ...training.recompute import Recompute, recompute
-from ...training.stand_in import stand_in
 from .models import unwrapped
 from .versions import needed
 

@@ -24,22 +24,14 @@ from .interface import attend
 _Mixin: Any = object  # for type checkers: the classes below get a base of transformers in register()
 
 
-class _GPTJ(_Mixin):
-    """GPT-J's attention over ranks."""
+class _GPT(_Mixin):
+    """GPT-J's or GPT-Neo's attention over ranks. GPT-Neo does not scale scores, and its local layers have a window."""
 
     def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
         dropout = self.attn_dropout.p if self.training else 0.0
-        out, _ = attend(self, query, key, value, attention_mask, scaling=1 / self.scale_attn, dropout=dropout)
-        return out.transpose(1, 2), None
-
-
-class _GPTNeo(_Mixin):
-    """GPT-Neo's attention over ranks: scores are not scaled, and its own windows restrict local layers."""
-
-    def _attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
-        dropout = self.attn_dropout.p if self.training else 0.0
-        mask, window = (None, self.config.window_size) if self.attention_type == "local" else (attention_mask, None)
-        out, _ = attend(self, query, key, value, mask, scaling=1.0, dropout=dropout, sliding_window=window)
+        scaling, local = 1 / getattr(self, "scale_attn", 1.0), getattr(self, "attention_type", "") == "local"
+        mask, window = (None, self.config.window_size) if local else (attention_mask, None)
+        out, _ = attend(self, query, key, value, mask, scaling=scaling, dropout=dropout, sliding_window=window)
         return out.transpose(1, 2), None
 
 
@@ -76,8 +68,8 @@ class _InPlaceOfTorch(TorchFunctionMode):
 
 
 _MODELS = (  # module below transformers.models, its table, the class in the table, what replaces parts of it
-    ("gptj.modeling_gptj", "GPTJ_ATTENTION_CLASSES", "GPTJAttention", _GPTJ),
-    ("gpt_neo.modeling_gpt_neo", "GPT_NEO_ATTENTION_CLASSES", "GPTNeoSelfAttention", _GPTNeo),
+    ("gptj.modeling_gptj", "GPTJ_ATTENTION_CLASSES", "GPTJAttention", _GPT),
+    ("gpt_neo.modeling_gpt_neo", "GPT_NEO_ATTENTION_CLASSES", "GPTNeoSelfAttention", _GPT),
     ("falcon.modeling_falcon", "FALCON_ATTENTION_CLASSES", "FalconAttention", _Falcon),
 )
 

@@ -316,13 +316,6 @@ class Sequence:
         self.record.replaces |= mean
 
 
-def count_call() -> None:
-    """Count a call of the attention function for the innermost active sequence, if there is one."""
-    innermost = SEQUENCES.innermost()
-    if innermost is not None:
-        innermost.calls += 1
-
-
 def required() -> Sequence:
     """Return the active sequence, or in a recomputation that of the forward.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -185,14 +185,17 @@ class Generation(Carries, _Base):
             dtype=first.dtype, device=input_ids.device, deterministic=self.deterministic,
         )  # fmt: skip
         self._probed = None
-        several = []
-        for ids, kept in zip(input_ids, mask, strict=True):
-            self.rows.append(self.kv.add())
-            self.linear = States()
-            self._compute(self.rows[-1], ids[kept][:-1])
-            several.append(self.linear)
-        self.linear = States.together(several)
+        self.rows = [self.kv.add() for _ in lengths]
+        rows = (ids[kept][:-1] for ids, kept in zip(input_ids, mask, strict=True))
+        self._compute_rows(rows, [States() for _ in lengths])
         self.length = input_ids.shape[1] - 1
+
+    def _compute_rows(self, several: Iterable[Tensor], states: list[States]) -> None:
+        """Compute the next tokens (n,) of every row, from its states to those after them."""
+        for row, ids, own in zip(self.rows, several, states, strict=True):
+            self.linear = own
+            self._compute(row, ids)
+        self.linear = States.together(states)
 
     def _compute(self, row: int, ids: Tensor) -> None:
         """Compute the next tokens (n,) of a row, in chunks over all ranks."""
@@ -223,12 +226,8 @@ class Generation(Carries, _Base):
             )
         length, most = self.length, ids.shape[1] - kept
         self._end_step()
-        several = [self.linear.rows(torch.tensor([i])) for i in range(len(self.rows))]
         with torch.no_grad():
-            for row, of_row, states in zip(self.rows, ids, several, strict=True):
-                self.linear = states
-                self._compute(row, of_row[:most])
-        self.linear = States.together(several)
+            self._compute_rows(ids[:, :most], [self.linear.rows(torch.tensor([i])) for i in range(len(self.rows))])
         self.length, self._width = length + most, kept
         _take_out(kwargs, most)
 

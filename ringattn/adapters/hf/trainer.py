@@ -259,9 +259,9 @@ class RingTrainerMixin:
         with torch.no_grad(), self.compute_loss_context_manager(), active():
             loss = self.compute_loss(model, local, num_items_in_batch=total)
         if not self._ring_sft:  # its parts have been multiplied by their number
-            return losses.reduced(loss, _group(self.accelerator), wrapper="averages")
+            return losses.reduced(loss, self._ring_group(), wrapper="averages")
         scale = self.accelerator.num_processes // self.get_tp_size()  # by which compute_loss multiplies
-        return losses.reduced(loss / scale, _group(self.accelerator), wrapper="sums")
+        return losses.reduced(loss / scale, self._ring_group(), wrapper="sums")
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -275,7 +275,7 @@ class RingTrainerMixin:
             )
         if self._ring_rows or self.model_accepts_loss_kwargs:
             return result
-        world = transports.of(_group(self.accelerator)).world_size
+        world = transports.of(self._ring_group()).world_size
         # The part of this batch's mean: the Trainer has not multiplied it.
         return (result[0] * world, *result[1:]) if return_outputs else result * world
 
@@ -284,7 +284,7 @@ class RingTrainerMixin:
             return self._whole_rows, inputs
         self._check_once()
         inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        sequence = Sequence(model, inputs, _group(self.accelerator), **self.ring_options)
+        sequence = Sequence(model, inputs, self._ring_group(), **self.ring_options)
         if self.model_accepts_loss_kwargs:  # the Trainer's own covers accumulated batches and all ranks
             sequence.local.pop("num_items_in_batch", None)
         return sequence.active, sequence.local
@@ -305,11 +305,13 @@ class RingTrainerMixin:
             for model in models if self.ring_attends else ():
                 stack.enter_context(attending(model))
             stack.enter_context(replaced(self, "_ring_inside", True))
-            stack.enter_context(whole_rows(models, _group(self.accelerator), **self.ring_options))
+            stack.enter_context(whole_rows(models, self._ring_group(), **self.ring_options))
             yield
 
     def _ring_group(self) -> Any:
-        return _group(self.accelerator)
+        """Return the ranks that share rows with this one."""
+        alone = grpo.sharing(self.accelerator) == 1
+        return VirtualRank(0, 1, self.accelerator.device) if alone else self.accelerator.torch_device_mesh["cp"]
 
     def _check_once(self) -> None:
         if not getattr(self, "_ring_checked", False):
@@ -418,11 +420,6 @@ def shared_on_cpus() -> Iterator[None]:
         yield
 
 
-def _group(accelerator: Any) -> Any:
-    alone = grpo.sharing(accelerator) == 1
-    return VirtualRank(0, 1, accelerator.device) if alone else accelerator.torch_device_mesh["cp"]
-
-
 def _takes_more(model: nn.Module) -> bool:
     """Return whether the model's forward hands other arguments on to its loss. Many models of images do, and declare
     the opposite, for which the Trainer takes the mean of every batch by itself."""
@@ -461,7 +458,7 @@ def _check_trainer(trainer: Any) -> None:
         ),
         (getattr(trainer, "aux_loss_enabled", False), "a router loss (router_aux_loss_coef)", "set it to 0.0"),
         (
-            trainer.neftune_noise_alpha is not None and transports.of(_group(trainer.accelerator)).world_size > 1,
+            trainer.neftune_noise_alpha is not None and transports.of(trainer._ring_group()).world_size > 1,
             f"neftune_noise_alpha={trainer.neftune_noise_alpha}, which scales noise by the length of a rank's shard",
             "leave it out",
         ),
