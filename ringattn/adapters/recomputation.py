@@ -32,14 +32,7 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-class _Thread(threading.local):
-    """Identifies a thread: the identifiers of :mod:`threading` are reused."""
-
-    def __init__(self) -> None:
-        self.token = object()
-
-
-_current = _Thread()
+_local = threading.local()  # .token: of a thread, as the identifiers of :mod:`threading` are reused
 
 
 def _thread() -> object | None:
@@ -47,7 +40,7 @@ def _thread() -> object | None:
 
     Each thread numbers its nodes from 0, and nodes do not name their thread. Where threads may execute each other's
     nodes, equal numbers of two threads are ambiguous, and raise; ranks that are threads execute their own."""
-    return None if torch._C._is_multithreading_enabled() else _current.token
+    return None if torch._C._is_multithreading_enabled() else _local.__dict__.setdefault("token", object())
 
 
 @dataclass(eq=False)

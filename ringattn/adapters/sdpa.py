@@ -230,16 +230,10 @@ class _Compiled(_Bound):
         assert self.own is not None
         if torch.compiler.is_compiling():
             return self.own(*args, **kwargs)
-        with _recomputing(self.module):
+        source: _Source = self.module.__dict__["_ringattn_source"]
+        plan = None if _inside(source) else source.recalled()
+        with contextlib.nullcontext() if plan is None else _entered(source, _Mode(source, plan)):
             return self.own(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _recomputing(module: nn.Module) -> Iterator[None]:
-    source: _Source = module.__dict__["_ringattn_source"]
-    plan = None if _inside(source) else source.recalled()
-    with contextlib.nullcontext() if plan is None else _entered(source, _Mode(source, plan)):
-        yield
 
 
 @contextlib.contextmanager

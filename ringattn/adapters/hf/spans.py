@@ -87,9 +87,5 @@ def same(ids: Tensor, whole: Tensor | None, plan: Plan) -> bool:
     return bool(((local < 0) | (ids >= 0)).all())
 
 
-def _function_itself(mask_function: Any = None, **kwargs: Any) -> Any:
-    return mask_function
-
-
 if registry := found("transformers", "AttentionMaskInterface"):
-    registry.register(_READER, _function_itself)
+    registry.register(_READER, lambda mask_function=None, **kwargs: mask_function)

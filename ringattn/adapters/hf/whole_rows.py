@@ -69,7 +69,8 @@ def _over_ranks(model: Any, make: Callable[..., Sequence], kept: list[Sequence])
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         batch = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
         others = {name: x for name, x in given.items() if name not in batch}
-        kept.append(sequence := make(model, batch))
+        sequence = make(model, batch)
+        kept.append(sequence)
         with sequence.active() as local:
             outputs = theirs(**{**others, **local})
             changed = sequence.after_forward(local, outputs)
