@@ -9,7 +9,7 @@ of :func:`ringattn.decode`, and so is the exchange.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -257,15 +257,12 @@ def _lengths(lengths: int | Tensor | None, new: int, cache: _Cache, q: Tensor) -
     return torch.full((len(q),), lengths, device=q.device)
 
 
-def _check(tensors: dict[str, Tensor | None]) -> None:
+def _check(tensors: dict[str, Any]) -> None:
     """Check types, shapes, dtypes and devices: kernels trust them."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k_cache", "v_cache")):
             raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor")
     q, k_cache, v_cache, k = (tensors[name] for name in ("q", "k_cache", "v_cache", "k"))
-    assert q is not None
-    assert k_cache is not None
-    assert v_cache is not None
     for a, b in (("k", "v"), ("rotary_cos", "rotary_sin")):
         if (tensors[a] is None) != (tensors[b] is None):
             raise TypeError(f"{_NAME} got {b if tensors[a] is None else a} alone; pass both {a} and {b}, or neither")

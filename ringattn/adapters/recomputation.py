@@ -192,10 +192,9 @@ class Scope(Generic[T]):
         Raises:
             RuntimeError: see :meth:`Spans.recall`.
         """
-        stack = self._local.__dict__.get("stack")
         if torch.compiler.is_compiling():
-            return stack[-1][0] if stack else None
-        task = graph_task()
+            return self.innermost()
+        stack, task = self._local.__dict__.get("stack"), graph_task()
         if stack and stack[-1][1] == task:
             return stack[-1][0]
         if task == -1 or self.spans.empty or (covered and not self.spans.covering()):

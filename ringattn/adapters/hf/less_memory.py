@@ -55,15 +55,13 @@ def reduce_memory(
             f"products is {how.products} layers with mlp_chunk={mlp_chunk} and head_groups={head_groups}, which "
             "compute products again in parts; leave one of them out"
         )
-    for layer in layers:
-        if head_groups > 1 and hasattr(layer, "self_attn"):
+    for layer in layers if head_groups > 1 else ():
+        if hasattr(layer, "self_attn"):
             by_heads(layer.self_attn, head_groups)
-        if mlp_chunk:
-            for module in _of_tokens(layer):
-                by_tokens(module, mlp_chunk)
-    if mlp_chunk:
-        for module in _of_tokens(_decoder(model)):
-            by_tokens(module, mlp_chunk)
+    for part in [*layers, _decoder(model)] if mlp_chunk else ():
+        for name, child in part.named_children():
+            if "norm" in name or name in ("mlp", "feed_forward"):  # which compute each token by itself
+                by_tokens(child, mlp_chunk)
     if how is not None:
         recompute(layers, how)
     if loss_chunk:
@@ -82,11 +80,6 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 def _decoder(model: Any) -> Any:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
-
-
-def _of_tokens(layer: nn.Module) -> list[nn.Module]:
-    """Return the norms and MLPs of a layer or model: its children that compute each token by itself."""
-    return [child for name, child in layer.named_children() if "norm" in name or name in ("mlp", "feed_forward")]
 
 
 def _loss_by_tokens(model: Any, chunk: int) -> None:

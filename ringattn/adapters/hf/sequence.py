@@ -45,10 +45,7 @@ class Visible:
     __slots__ = ("kernel", "kind", "plan", "refusal")
 
     def __init__(self, plan: Plan, kind: Kind, kernel: str, refusal: str | None = None) -> None:
-        self.plan = plan
-        self.kind = kind
-        self.kernel = kernel
-        self.refusal = refusal
+        self.plan, self.kind, self.kernel, self.refusal = plan, kind, kernel, refusal
 
     def __getattr__(self, name: str) -> Any:
         raise _NotATensor(

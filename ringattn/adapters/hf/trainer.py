@@ -176,12 +176,8 @@ class RingTrainerMixin:
     model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._ring_withheld: dict[str, Any] = {}
-        try:
+        with contextlib.ExitStack() as self._ring_withheld:
             super().__init__(*args, **kwargs)
-        finally:
-            for name, value in self._ring_withheld.items():
-                setattr(self.args, name, value)
 
     def create_accelerator_and_postprocess(self) -> None:
         of_trl = _trainer_of_trl(type(self))
@@ -209,8 +205,7 @@ class RingTrainerMixin:
             # Its __init__ has packed by now. Next it would refuse packing, with which accelerate's own context
             # parallelism lets documents see each other.
             for name in ("packing", "eval_packing"):
-                self._ring_withheld[name] = getattr(self.args, name)
-                setattr(self.args, name, False)
+                self._ring_withheld.enter_context(replaced(self.args, name, False))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Shift the targets of whole rows before the Trainer counts them."""
