@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from importlib import import_module
-from types import TracebackType
 from typing import Any
 
 DOORS: dict[str, str] = {  # name of a door, which is its module here: what calls this library from then on
@@ -16,24 +15,16 @@ DOORS: dict[str, str] = {  # name of a door, which is its module here: what call
 _OPEN: dict[str, Installed] = {}  # strong references: a garbage-collected door would close itself
 
 
-class Installed:
+class Installed(ExitStack):
     """An open door: stays open until :meth:`uninstall`, or until the end of a ``with`` block."""
 
-    def __init__(self, name: str, stack: ExitStack) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
-        self._stack = stack
 
     def uninstall(self) -> None:
         """Put back what the other library had; a second time does nothing."""
-        self._stack.close()
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.uninstall()
+        self.close()
 
     def __repr__(self) -> str:
         return f"ringattn.install({self.name!r}): {DOORS[self.name]}"
@@ -49,8 +40,8 @@ def install(name: str, **options: Any) -> Installed:
         raise ValueError(f"install({name!r}): there is no such door; choose from {', '.join(DOORS)}")
     if name in _OPEN:
         raise ValueError(f"install({name!r}): it is installed already; uninstall() what the first call returned")
-    stack = ExitStack()
-    stack.enter_context(import_module(f".{name}", __name__).door(**options))
-    _OPEN[name] = Installed(name, stack)
-    stack.callback(_OPEN.pop, name, None)
-    return _OPEN[name]
+    opened = Installed(name)
+    opened.enter_context(import_module(f".{name}", __name__).door(**options))
+    _OPEN[name] = opened
+    opened.callback(_OPEN.pop, name, None)
+    return opened

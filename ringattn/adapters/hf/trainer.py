@@ -30,8 +30,8 @@ from .whole_rows import whole_rows
 
 _log = logging.getLogger(__name__)
 
-# Methods that the mixin overrides, and the parameters that it relies on.
-_TRAINER_HOOKS = {
+Hooks = dict[str, tuple[str, ...]]  # methods that the mixin overrides, and the parameters that it relies on
+_TRAINER_HOOKS: Hooks = {
     "create_accelerator_and_postprocess": (),
     "_set_signature_columns_if_needed": (),
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
@@ -39,13 +39,13 @@ _TRAINER_HOOKS = {
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "_prepare_context_parallel_inputs": ("model", "inputs"),
 }
-_ACCELERATOR_HOOKS: dict[str, tuple[str, ...]] = {"_prepare_cp": ("args",)}
-_TRL_HOOKS: dict[str, tuple[str, ...]] = {
+_ACCELERATOR_HOOKS: Hooks = {"_prepare_cp": ("args",)}
+_TRL_HOOKS: Hooks = {
     "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
 }
 # Trainers of trl whose losses compare rows, and what they override further.
-_OF_ROWS: dict[str, dict[str, tuple[str, ...]]] = {
+_OF_ROWS: dict[str, Hooks] = {
     "DPOTrainer": {"compute_ref_log_probs": ("model", "inputs")},
     "KTOTrainer": {"compute_ref_log_probs": ("model", "inputs")},
     "RewardTrainer": {},
@@ -64,8 +64,7 @@ def check_hooks(trainer: type, accelerator: type, of_trl: type | None = None) ->
     Raises:
         RuntimeError: naming the method and the installed versions.
     """
-    expected: list[tuple[type, Mapping[str, tuple[str, ...]]]]
-    expected = [(trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS)]
+    expected: list[tuple[type, Hooks]] = [(trainer, _TRAINER_HOOKS), (accelerator, _ACCELERATOR_HOOKS)]
     if of_trl:
         expected.append((of_trl, _TRL_HOOKS | _OF_ROWS.get(of_trl.__name__, {})))
     for owner, hooks in expected:
