@@ -28,7 +28,10 @@ def agreed(rows: list[dict[str, Any]], errors: list[str | None]) -> str:
     transport = transports.of(None)
     text = errors[transport.rank]
     try:
-        transport.agree("a call", rows[transport.rank], TypeError(text) if text else None)
+        with agreement.agreeing(transport.agree, "a call") as fields:
+            fields |= rows[transport.rank]
+            if text:
+                raise TypeError(text)
     except (Disagreement, RankFailed, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"

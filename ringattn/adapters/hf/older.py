@@ -9,7 +9,6 @@ refused by name when it is made, and the others work.
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .checks import NAME
 from .interface import attend
+from .versions import found
 
 _Mixin: Any = object  # for type checkers: the classes below get a base of transformers in register()
 
@@ -89,13 +89,8 @@ def _refusing(name: str) -> Callable[..., Any]:
 def register() -> None:
     """Put an attention of ringattn's into each table that this version of transformers has."""
     for path, table_name, base_name, overrides in _MODELS:
-        try:
-            module = importlib.import_module(f"transformers.models.{path}")
-        except ImportError:
-            continue
-        table = getattr(module, table_name, None)
-        if table is not None:
-            base = getattr(module, base_name, None)
+        if (table := found(f"transformers.models.{path}", table_name)) is not None:
+            base = found(f"transformers.models.{path}", base_name)
             ours = base and type(f"Ring{base_name}", (overrides, base), {"__doc__": overrides.__doc__})
             table[NAME] = ours or _refusing(base_name)
 
