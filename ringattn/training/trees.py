@@ -189,7 +189,8 @@ def token_scores(
     (1, local tokens, 1 or 2), 0 where there is no target.
 
     Args:
-        x: logits, (1, local tokens, vocabulary), or hidden states if there is a weight.
+        x: logits, (1, local tokens, vocabulary), or hidden states if there is a weight; of all tokens, or of those
+            that have a target.
         targets: (1, local tokens).
     """
     at = (targets[0] != IGNORE).nonzero()[:, 0]
@@ -205,7 +206,7 @@ def token_scores(
             values.append(-(every.exp() * finite).sum(-1))
         return torch.stack(values, -1)
 
-    some = x[:, at]
+    some = x[:, at] if x.shape[1] == targets.shape[1] else x
     values = scores(some, slice(None)) if weight is None else run_by_tokens(scores, some, chunk, [weight])
     return values.new_zeros(1, targets.shape[1], values.shape[2]).index_copy(1, at, values)
 

@@ -47,10 +47,7 @@ def tree_log_probs(
     at = (targets[0] != IGNORE).nonzero()[:, 0]
     with sequence.active() as local:
         logits = model(**local, use_cache=False, logits_to_keep=at)["logits"]
-    if logits.shape[1] != len(at):  # of a model that makes all of them
-        logits = logits[:, at]
-    scores = token_scores(logits / temperature, targets[:, at], entropies=entropies)
-    values = scores.new_zeros(1, targets.shape[1], scores.shape[2]).index_copy(1, at, scores)
+    values = token_scores(logits / temperature, targets, entropies=entropies)
     result = answer_log_probs(trees, values, sequence.plan, wrapper)
     if result.log_probs.requires_grad:  # layers that are computed again in the backward look for the sequence
         result.log_probs.register_hook(lambda gradient, kept=sequence: None)
