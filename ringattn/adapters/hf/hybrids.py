@@ -38,6 +38,7 @@ _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 _SCAN, _FUSED_SCAN = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
 _KDA, _FORWARD = "chunk_kimi_delta_attention", "forward"
 _DELTA_NET, _MAMBA = (_CONVOLUTION, _DELTA_RULE), (_CONVOLUTION, _SCAN, _FUSED_SCAN)
+_OF_CACHES = ("initial_state", "initial_states", "cache", "past_key_values")  # arguments
 _CACHE = "a recurrent state of a cache does not run over ranks while a model trains; pass use_cache=False"
 _LAYERS = {  # and the functions by which each mixes tokens
     "Lfm2ShortConv": (_CONVOLUTION,),
@@ -93,6 +94,8 @@ def _inside_sequences(original: Callable[..., Any], over_ranks: Callable[..., An
         active = SEQUENCES.current()
         if active is None:
             return original(*args, **kwargs)
+        if not isinstance(active, States) and any(kwargs.get(name) is not None for name in _OF_CACHES):
+            raise NotImplementedError(_CACHE)
         active.calls += 1
         return over_ranks(original, active, *args, **kwargs)
 
@@ -117,8 +120,6 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if isinstance(active, States):
         return _recurrence("gated_delta_rule()", active, Tokens(query, key, value, g, beta), **kwargs)
-    if kwargs.get("initial_state") is not None:
-        raise NotImplementedError(_CACHE)
     plan: Plan = active.plan
     own = ("cu_seqlens", "initial_state", "output_final_state")  # the plan has the documents
     others = {name: x for name, x in kwargs.items() if name not in own}
@@ -134,8 +135,6 @@ def _delta_rule(
 def _kda(
     original: object, active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(active, States) and kwargs.get("initial_state") is not None:
-        raise NotImplementedError(_CACHE)
     return _recurrence("kda()", active, Tokens(query, key, value, g, beta), **kwargs)
 
 
@@ -152,7 +151,7 @@ def _scan(
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, Tensor | None]:  # fmt: skip
     state, final = kwargs.get("initial_states"), kwargs.get("return_final_states", False)
-    if kwargs.get("z") is not None or (not isinstance(active, States) and (final or state is not None)):
+    if kwargs.get("z") is not None or (final and not isinstance(active, States)):
         raise NotImplementedError(_CACHE)
     out, after = scan(Scanned(hidden_states, dt, A, B, C), active.plan, kwargs, state, final)
     return (out, after) if final else out
@@ -166,8 +165,6 @@ def _lightning(
     original: object, active: Any, layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    if cache is not None and not isinstance(active, States):
-        raise NotImplementedError(_CACHE)
     qkv = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(2, (layer.num_attention_heads, 3 * layer.head_dim))
     q, k, v = qkv.split(layer.head_dim, 3)
     x = Tokens(q, k, v, -layer.slope_rate.flatten().expand(*qkv.shape[:3]), None)
