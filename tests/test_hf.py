@@ -691,6 +691,21 @@ def test_a_prefix_after_causal_batches_is_refused_by_a_compiled_model() -> None:
         run(**local, use_cache=False)
 
 
+def test_a_mask_of_an_unknown_function_is_refused_by_the_layer_that_uses_it() -> None:
+    model: Any = build("llama", "ringattn")
+    known = transformers.masking_utils.causal_mask_function
+    with ringattn.hf.sequence(model, batch_of("dense", True), virtual.VirtualRank(0, 1)) as local:
+        tokens, mask = local["input_ids"].shape[1], local["attention_mask"]
+        for function, refuses in ((known, False), (lambda batch, head, q, k: k <= q, True)):
+            visible = ringattn.hf.visible_to_layers(
+                ROWS, tokens, tokens, mask_function=function, attention_mask=mask, allow_is_causal_skip=True
+            )
+            layer = model.model.layers[0].self_attn
+            q = torch.randn(ROWS, 2, tokens, 8, dtype=torch.float64)
+            with pytest.raises(NotImplementedError, match="not know") if refuses else contextlib.nullcontext():
+                ringattn.hf.attend(layer, q, q, q, visible)
+
+
 def test_another_attention_that_was_left_set_is_refused() -> None:
     model: Any = build("llama", "ringattn")
     in_sequence(model)

@@ -60,7 +60,7 @@ def call(entry, hf):
         sys.modules["ringattn.adapters.hf.linear_states"].States().of(0)
     elif entry == "grpo":
         grpo = importlib.import_module("ringattn.adapters.hf.grpo")
-        grpo._sharing = lambda accelerator: 2
+        grpo.sharing = lambda accelerator: 2
         over = grpo._OverRanks
         trainer = types.SimpleNamespace(accelerator=rank, _of_first=lambda x: over._of_first(trainer, x))
         if name == "gather_object":

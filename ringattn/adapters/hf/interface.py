@@ -11,7 +11,7 @@ from ...functional import attention
 from .active import GENERATIONS, SEQUENCES
 from .checks import NAME
 from .models import Kind
-from .probe import MaskFunction, difference, read
+from .probe import MaskFunction, is_usual, read
 from .sequence import Visible, required
 from .sharded_cache import Cached
 from .versions import found
@@ -34,6 +34,11 @@ _NEUTRAL = frozenset(
         "max_length_q",
         "max_length_k",
     ]
+)
+_UNKNOWN = (
+    "the model's mask is a function that ringattn does not know, such as one of a tensor of the batch (token_type_ids) "
+    "inside of torch.compile; it knows causal and bidirectional masks, with a window, chunks, or spans of tokens that "
+    "see each other: leave that tensor out of the batch, or do not compile the model"
 )
 
 
@@ -78,7 +83,8 @@ def visible_to_layers(
             "run over ranks: call model.set_attn_implementation('sdpa') first)"
         )
     causal = "allow_is_bidirectional_skip" not in kwargs
-    kind_and_spans = None if torch.compiler.is_compiling() else read(mask_function)  # a graph cannot read closures
+    compiling = torch.compiler.is_compiling()  # a graph cannot read closures
+    kind_and_spans = None if compiling else read(mask_function)
     if kind_and_spans is not None and not (local_size is not None and local_size < 1):
         return active.visible(*kind_and_spans)
     if use_vmap:
@@ -93,8 +99,9 @@ def visible_to_layers(
     if local_size is not None and "chunked_attention" in (getattr(kwargs.get("config"), "layer_types", None) or ()):
         kind = Kind(causal, chunk=local_size)
     visible = active.visible(kind)
-    differs = difference(mask_function, active.seq_len, causal, local_size)
-    return visible if differs is None else Visible(visible.plan, kind, visible.kernel, differs)
+    if mask_function is None or (compiling and is_usual(mask_function, causal, local_size)):
+        return visible
+    return Visible(visible.plan, kind, visible.kernel, _UNKNOWN)
 
 
 def attend(
