@@ -233,7 +233,7 @@ def test_what_is_not_supported_is_refused_by_name(options: Any, error: Any, says
 def test_generation_that_is_not_over_ranks_is_refused_by_name(changed: dict[str, Any], says: str) -> None:
     names = ("use_vllm", "use_transformers_continuous_batching", "tools", "environment_factories", "_is_vlm")
     trainer = types.SimpleNamespace(**dict.fromkeys(names, False) | changed)
-    trainer.args = types.SimpleNamespace(use_liger_kernel=False)
+    trainer.args = types.SimpleNamespace(use_liger_kernel=False, cache_implementation=None)
     with pytest.raises(NotImplementedError, match=says):
         grpo.extend(trainer)
 

@@ -20,7 +20,7 @@ from ..plans import Plan
 from .recomputation import Scope
 from .same_mask import check_causal, check_documents, check_dropout, check_window
 
-F = TypeVar("F", bound=Callable[..., Tensor])
+Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 _plans: Scope[Plan] = Scope(
     "plan",
@@ -101,7 +101,7 @@ def flash_attn_func(
     )  # fmt: skip
 
 
-def _with_options(function: F) -> F:
+def _with_options(function: Function) -> Function:
     """Let the signature of a function name the options that it hands on: those of :func:`flash_attn_func`."""
     own = [x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     options = [*inspect.signature(flash_attn_func).parameters.values()][3:]
