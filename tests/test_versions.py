@@ -55,7 +55,9 @@ def call(entry, hf):
         with hf.generation(model, inputs, rank):
             pass
     elif entry == "hybrid":
-        sys.modules["ringattn.adapters.hf.hybrids"]._convolution(None)
+        active = types.SimpleNamespace(plan=types.SimpleNamespace(convolve=lambda x, weight, bias: x))
+        x = torch.ones(1, 1, 1)
+        sys.modules["ringattn.adapters.hf.hybrids"]._convolution(None, active, x, x, activation="silu")
     elif entry == "states":
         sys.modules["ringattn.adapters.hf.linear_states"].States().of(0)
     elif entry == "grpo":
