@@ -236,18 +236,38 @@ def captured(plan: ringattn.Plan, x: torch.Tensor, fails: Sequence[bool], then: 
             ringattn.attention(x, x, x, plan)
 
 
-def captures(failing: tuple[int, ...], ahead: bool) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def captures(
+    failing: tuple[int, ...], ahead: bool, more: int, nested: int | None
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Capture three layers, of which the second fails on some ranks while the others are in it or have captured all.
-    Return the errors until a call succeeds, and those of another capture and a call."""
+    Return the errors until a call succeeds, and those of another capture and a call.
+
+    Args:
+        more: calls that a rank whose capture has failed makes before the others hear of it.
+        nested: a rank that notes its failures twice.
+    """
     plan, x = make()
     ringattn.attention(x, x, x, plan)
     failed = plan.rank in failing
-    errors = [error_of(captured, plan, x, [False, failed, False], dist.barrier if failed == ahead else lambda: None)]
+
+    def noted(call: Callable[..., object], *args: Any) -> tuple[str, str]:
+        def again() -> None:
+            with pytest.MonkeyPatch.context() as patch, plan.transport.noting():
+                patch.setattr(lockstep, "capturing", lambda: call is captured)
+                call(*args)
+
+        return error_of(again) if plan.rank == nested else error_of(call, *args)
+
+    errors = [noted(captured, plan, x, [False, failed, False], dist.barrier if failed == ahead else lambda: None)]
+    if failed:
+        captured(plan, x, [False] * more, lambda: None)
     if failed != ahead:
         dist.barrier()
     dist.barrier()  # the capture has failed
     for _ in range(2):  # a rank that has captured all hears of it here
-        errors.append(error_of(ringattn.attention, x, x, x, plan))
+        if not failed and errors[-1][0]:
+            captured(plan, x, [False] * more, lambda: None)
+        errors.append(noted(ringattn.attention, x, x, x, plan))
         if not errors[-1][0]:
             break
     again = [error_of(captured, plan, x, [False] * 3, lambda: None), error_of(ringattn.attention, x, x, x, plan)]
@@ -256,10 +276,22 @@ def captures(failing: tuple[int, ...], ahead: bool) -> tuple[list[tuple[str, str
 
 @pytest.mark.parametrize("world_size", on_ranks(2))
 def test_a_capture_that_fails_is_named_and_all_can_capture_again(pools: Callable[[int], Pool], world_size: int) -> None:
-    for failing, ahead in (((0,), False), ((0,), True), (tuple(range(world_size)), True), ((world_size - 1,), True)):
-        for rank, (errors, again) in enumerate(pools(world_size).run(captures, failing, ahead)):
+    everyone = tuple(range(world_size))
+    for case in (
+        ((0,), False, 0, None),
+        ((0,), False, 300, None),
+        ((0,), True, 0, None),
+        ((0,), True, 300, None),
+        ((0,), False, 0, 1),
+        (everyone, True, 0, None),
+        (everyone, True, 0, 0),
+        ((world_size - 1,), True, 0, None),
+    ):
+        failing, *_ = case
+        for rank, (errors, again) in enumerate(pools(world_size).run(captures, *case)):
+            assert len(errors) == 1, (case, errors)
             (error,) = errors
-            assert again == [("", "no error")] * 2, (failing, ahead)
+            assert again == [("", "no error")] * 2, case
             if rank in failing:
                 assert error == ("RuntimeError", "a table is missing")
             else:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ from ringattn.peer import sum_runs as summing
 from ringattn.peer.captured import Captured
 from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
 from ringattn.shape import Shape
+from ringattn.transport.group import GroupTransport
+from ringattn.transport.lockstep import Calls
 from ringattn.virtual import VirtualRank
 
 DIM, WIDTH = 2, 3  # head_dim; head_dim + head_dim_v
@@ -623,6 +626,34 @@ def test_replays_queue_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(queued[1]) > 100
 
 
+def test_calls_settle_after_a_capture_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks: on some it may have begun a graph, or be one that is replayed, and they must settle alike."""
+    group = alone(monkeypatch, Case(ranks=2), [("forward", 12)])
+    graph = Captured.__new__(Captured)
+    for link, capture in zip(group.links, (None, graph), strict=True):
+        if capture is not None:
+            link.begin_capture(capture)
+        fail_capture(link)
+        assert link.settles
+        assert link.capture is capture
+    assert len({link.state for link in group.links}) == 1  # recorded once more, with it
+
+
+def test_tables_are_of_use_after_the_mode_in_which_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, waves = Case(ranks=2), [slice(0, 2)]
+    with monkeypatch.context() as patch:  # which simulates no modes
+        group = alone(patch, case, [])
+        plan, link = group.plan(0, case, "backward"), group.links[0]
+        k = torch.zeros(1, plan.local_lengths[0], 2, DIM)
+        pattern = pull.Pattern.flat(plan.fetches, plan.local_lengths)
+        with group.world.host(group.mains[0][0]):
+            buffers = pull.FetchBuffers(link, k, k, pattern, waves)
+            targets = push.GradientBuffers(link, (k, k), torch.float32, pattern, waves)
+    with torch.inference_mode():
+        tables = [targets.places, *(buffers.places(*how) for how in itertools.product((False, True), repeat=3))]
+    assert not [x for table in tables for x in table if x.is_inference()]
+
+
 @pytest.mark.parametrize("method", ["settle", "zero_"])
 def test_calls_settle_after_graphs_and_graphs_clear_their_flags(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     def some_order() -> None:
@@ -743,6 +774,13 @@ def test_the_least_recently_used_shape_is_dropped_first(monkeypatch: pytest.Monk
     assert [lengths[call] for _, call in made] == [30, 8, 10, 12, 14, 10]  # 8 stays
 
 
+def fail_capture(link: memory.Link) -> None:
+    """Let the group of a link hear that a capture has failed."""
+    health = SimpleNamespace(begin=lambda *about: None)
+    group: Any = SimpleNamespace(_link=link, calls=Calls(), health=health, timeout=1.0, serial=0)
+    GroupTransport._begin_round(group, 1, RuntimeError("a table is missing"))
+
+
 def test_neither_the_tensors_of_a_call_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
 
@@ -765,6 +803,7 @@ def test_neither_the_tensors_of_a_call_nor_a_link_are_kept(monkeypatch: pytest.M
         assert len(seen) == 2 * (4 * 2 + 2 * 2)
         assert [ref() for ref in seen if ref() is not None] == []
         links = [weakref.ref(link) for link in group.links]
+        fail_capture(group.links[0])
         group.plans.clear()
         group.links.clear()
         assert [link() for link in links] == [None, None]

@@ -78,11 +78,16 @@ def test_the_time_limit_counts_from_when_a_stream_reaches_its_wait(boards: list[
     assert "runs, but has not come: it has begun 0 calls and this rank 0" in text
 
 
-def test_a_rank_whose_capture_has_failed_is_named_with_the_reason(boards: list[Board]) -> None:
-    """By one that replays its graph, after the time limit: the GPU of the other may be at earlier work."""
+@pytest.mark.parametrize("more", [0, 300])
+def test_a_rank_whose_capture_has_failed_is_named_with_the_reason(boards: list[Board], more: int) -> None:
+    """By one that replays its graph, after the time limit: the GPU of the other may be at earlier work, and its host
+    many calls ahead."""
     for board in boards:
         board.begin(LIMIT, FIRST, "attention(), captured")
-    boards[1].begin(LIMIT, CallMark(ROUND + 1, 7, refused=True), "a table is missing")
+    boards[1].begin(LIMIT, CallMark(ROUND + 1, 7, refused=True, opens=True), "a table is missing")
+    boards[1].begin(LIMIT, CallMark(ROUND + 2, 7, refused=True), "other arguments")
+    for number in range(3, more):
+        boards[1].begin(LIMIT, CallMark(ROUND + number, 8), "attention()")
     for rank in (0, 2):
         boards[rank].set_word(rank, MOVING, IN_GRAPH + READY)
     watch = Watch(boards[0], [1, 2])
@@ -90,9 +95,10 @@ def test_a_rank_whose_capture_has_failed_is_named_with_the_reason(boards: list[B
     peer, text = problem(watch, 3) or (None, "")
     assert peer == 1
     assert text.endswith("could not capture its CUDA graph: a table is missing")
-    boards[1].begin(LIMIT, CallMark(ROUND + 2, 8), "attention()")
     assert boards[0].later_round(1, 1) == 1
     assert boards[0].later_round(1, ROUND + 1) == 0
+    assert boards[0].later_round(2, 1) == 0
+    boards[2].begin(LIMIT, CallMark(ROUND + 1, 7, refused=True), "arguments, after all ranks have restarted")
     assert boards[0].later_round(2, 1) == 0
 
 

@@ -199,6 +199,7 @@ class Link(Exchanges):
         self.in_graphs = False  # whether they can have its exchanges
         self.fixed = False  # whether memory must not be replaced
         self.capture: Exchanges | None = None  # of the latest graph (:func:`.captured.captured`)
+        self.settles = False  # whether graphs, of this rank or others, may use its memory
         self._kept: dict[object, object] = {}  # memory that captured graphs use
 
     # ---------------------------------------------------------------- words
@@ -240,7 +241,7 @@ class Link(Exchanges):
         return Signal(self.words, kind, self.stored, epoch)
 
     def settle(self) -> None:
-        if self.capture is not None:  # replays of all ranks, which may have come since: no words say so here
+        if self.settles:  # replays of all ranks, which may have come since: no words say so here
             stream, epoch = self.current_stream(), self.next_epoch(KEYS)
             self.signal(stream, READY, epoch)
             self.wait_for(stream, READY, epoch)
@@ -250,10 +251,10 @@ class Link(Exchanges):
         """All ready flags of captured graphs."""
         return self._flags[1]
 
-    def begin_capture(self, capture: Exchanges) -> None:
-        """Note that graphs use this link's memory from now on."""
-        self._replaced += self.capture is None  # calls that were recorded do not settle
-        self.capture = capture
+    def begin_capture(self, capture: Exchanges | None) -> None:
+        """Note that graphs use this link's memory from now on: those of another rank if this one has none."""
+        self._replaced += not self.settles  # calls that were recorded do not
+        self.settles, self.capture = True, capture
 
     def keep(self, prepared: T) -> T:
         """Keep for ever what was prepared, and the memory: a graph uses it from now on."""

@@ -113,7 +113,7 @@ class FetchBuffers:
         waves: Sequence[slice],
     ) -> None:
         self.rank = rank = link.rank
-        self._places: dict[tuple[bool, bool, bool], RunTable] = {}
+        self._places: Memo[RunTable] = Memo(8)
         self.runs, self.lengths, self.waves = pattern.fetches[rank], pattern.lengths, waves
         self.batch, tokens, self.heads, dim = k.shape
         width = dim + v.shape[3]
@@ -169,20 +169,20 @@ class FetchBuffers:
         """Return where this rank's tokens go: to the memory that others read, in two slots; to its receive buffer, with
         zeros between runs. There waves take turns in two slots, and of what the attention reads in place is only what
         shares a tile with other keys, see :class:`ringattn.kernels.contract.OwnKeys`."""
-        key = publish, own, in_place
-        if key not in self._places:
-            from .pack_rows import Run, run_table
+        return self._places.once((publish, own, in_place), lambda: self._make_places(publish, own, in_place))
 
-            size, runs, zeros = self.row_bytes, list[Run](), gaps(self.runs) if own else ()
-            if publish:
-                at, row = self.slots[0][self.rank], self.lengths[self.rank] * size
-                runs += [Run(offset, n, at + first * size, row, self._half) for offset, n, first in self._published]
-            at, row, slot = self.buffers[0].data_ptr(), self.keys * size, 0 if publish else self._wave_bytes
-            some = (tile_edges(self.own) if in_place else self.own) if own else ()
-            runs += [Run(offset, length, at + first * size, row, slot) for first, offset, length in some]
-            runs += [Run(-1, past - first, at + first * size, row, slot) for first, past in zeros]
-            self._places[key] = run_table(runs, self.tokens, self.device)
-        return self._places[key]
+    def _make_places(self, publish: bool, own: bool, in_place: bool) -> RunTable:
+        from .pack_rows import Run, run_table
+
+        size, runs, zeros = self.row_bytes, list[Run](), gaps(self.runs) if own else ()
+        if publish:
+            at, row = self.slots[0][self.rank], self.lengths[self.rank] * size
+            runs += [Run(offset, n, at + first * size, row, self._half) for offset, n, first in self._published]
+        at, row, slot = self.buffers[0].data_ptr(), self.keys * size, 0 if publish else self._wave_bytes
+        some = (tile_edges(self.own) if in_place else self.own) if own else ()
+        runs += [Run(offset, length, at + first * size, row, slot) for first, offset, length in some]
+        runs += [Run(-1, past - first, at + first * size, row, slot) for first, past in zeros]
+        return run_table(runs, self.tokens, self.device)
 
     def of_wave(self, wave: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the key heads of a wave of this rank's keys and values."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..kernels.contract import CompletionCounts
 from ..layouts.schedule import Fetch, buffer_rows
-from ..memo import Memo
+from ..memo import Memo, lasting
 from ..program import Source, recorded
 from . import driver
 from .link import GRADIENTS, WAVES, Exchanges, Link
@@ -133,6 +133,7 @@ class GradientBuffers:
         self._device = k.device
 
     @functools.cached_property
+    @lasting()
     def places(self) -> RunTable:
         """Where this rank's contributions to other ranks' keys go."""
         from .pack_rows import Run, run_table

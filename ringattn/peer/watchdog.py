@@ -46,9 +46,9 @@ WAITS = (  # what a stream waits for, the word of its own rank that says so, and
 IN_GRAPH = 1 << 24  # more than steps of messages
 _HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
 _CALL = struct.Struct("<dI")  # its last two fields
-_BLAMED = struct.Struct("<i")  # the rank that is the cause of a failure, or one of these
-ITSELF, UNKNOWN = -1, -2
-_BLAMED_AT = _HEAD.size
+_NUMBER = struct.Struct("<i")
+ITSELF, UNKNOWN = -1, -2  # in the place of the rank that is the cause of a failure
+_BLAMED_AT, _ROUND_AT = _HEAD.size, _HEAD.size + _NUMBER.size
 _CALL_AT, _WORDS_AT, _NAME_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64, 96, 192, 640
 _REFUSED_AT, _CALLS_AT, _ROW_BYTES = 896, 1152, 2048
 _CALLS = (_ROW_BYTES - _CALLS_AT) // 8  # the latest calls of a rank, one word each
@@ -110,12 +110,14 @@ class CallMark(NamedTuple):
         digest: 32 bits, of this call and all before.
         compares: whether the ranks compare their arguments in it.
         refused: whether this rank has refused its arguments.
+        opens: whether it is the first call of a round, which a capture that has failed begins.
     """
 
     number: int
     digest: int
     compares: bool = False
     refused: bool = False
+    opens: bool = False
 
 
 class Board:
@@ -175,6 +177,9 @@ class Board:
             shown: for errors: what the ranks must have in common in this call, or why this rank has refused it.
         """
         self._write(*((_REFUSED_AT, _CALLS_AT) if call.refused else (_SHOWN_AT, _REFUSED_AT)), shown)
+        if call.opens:  # kept apart from the calls: many more may follow until another rank looks
+            self._write(_TEXT_AT, _SHOWN_AT, shown)
+            _NUMBER.pack_into(self.memory, self._row(self.rank) + _ROUND_AT, call.number // ROUND)
         at, number = self._row(self.rank) + _CALLS_AT, call.number % _NUMBERS
         word = number << 34 | call.refused << 33 | call.compares << 32 | call.digest
         self._words[at // 8 + number % _CALLS] = word
@@ -187,7 +192,7 @@ class Board:
             blamed: the rank that is the cause, or ITSELF, or UNKNOWN.
         """
         if self.status(self.rank) == RUNNING:
-            _BLAMED.pack_into(self.memory, self._row(self.rank) + _BLAMED_AT, blamed)
+            _NUMBER.pack_into(self.memory, self._row(self.rank) + _BLAMED_AT, blamed)
             self._write(_TEXT_AT, _SHOWN_AT, text)
             self._become(FAILED)
 
@@ -235,10 +240,11 @@ class Board:
         return self._read(rank, *((_REFUSED_AT, _CALLS_AT) if refused else (_SHOWN_AT, _REFUSED_AT)))
 
     def text(self, rank: int) -> str:
+        """Return why a rank has failed, or else why its latest capture of a CUDA graph has."""
         return self._read(rank, _TEXT_AT, _SHOWN_AT)
 
     def blamed(self, rank: int) -> int:
-        return int(_BLAMED.unpack_from(self.memory, self._row(rank) + _BLAMED_AT)[0])
+        return int(_NUMBER.unpack_from(self.memory, self._row(rank) + _BLAMED_AT)[0])
 
     def _head(self, rank: int) -> tuple[int, int, int, float, int]:
         return _HEAD.unpack_from(self.memory, self._row(rank))  # type: ignore[return-value]
@@ -276,11 +282,10 @@ class Board:
         return [rank for rank in range(self.world_size) if rank != self.rank and self.process(rank).number]
 
     def later_round(self, rank: int, number: int) -> int:
-        """Return the round of the latest call of a rank if it is later than that of a call of this number, because a
-        capture of that rank has failed; else 0."""
-        later = self.calls_of(rank) // ROUND
-        first = self.call(rank, later * ROUND + 1) if later > number // ROUND else None
-        return later if first is not None and first.refused else 0
+        """Return the round that a rank has begun after a capture has failed, if it is later than that of a call of this
+        number; else 0."""
+        later = int(_NUMBER.unpack_from(self.memory, self._row(rank) + _ROUND_AT)[0])
+        return later if later > number // ROUND else 0
 
     # The cause of a failure
 
@@ -341,7 +346,7 @@ class Board:
         calls = self.calls_of(self.rank)
         for rank in visible:
             if self.later_round(rank, calls):
-                return rank, f"{self.name(rank)} could not capture its CUDA graph: {self.shown(rank, refused=True)}"
+                return rank, f"{self.name(rank)} could not capture its CUDA graph: {self.text(rank)}"
         slower = [rank for rank in visible if self.calls_of(rank) < calls]
         if unseen and not slower:
             return None, (

@@ -374,7 +374,10 @@ class GroupTransport(Transport):
 
     def note_failure(self, error: BaseException, where: str = "") -> None:
         """Also tell the other ranks, with the place or ``where``, and close the connections to them. Never raises. What
-        only ends the capture of a CUDA graph leaves the group usable, if all ranks can hear of it on the board."""
+        only ends the capture of a CUDA graph leaves the group usable, if all ranks can hear of it on the board; a
+        :meth:`noting` around the one that has noted it notes nothing more."""
+        if vars(error).get("round of") == (self.serial, self.calls.number):
+            return
         if self.world_size > 1 and len(self.health.here) == self.world_size - 1 and lockstep.ends_capture(error):
             return self._begin_round(self.calls.number // ROUND + 1, error)
         super().note_failure(error)
@@ -422,8 +425,9 @@ class GroupTransport(Transport):
     def _begin_round(self, number: int, error: BaseException) -> None:
         """Begin a round of calls with one that this rank refuses, after a capture has failed."""
         self.health.begin(self.timeout, self.calls.begin_round(number), text_of(error))
+        vars(error)["round of"] = self.serial, self.calls.number
         if self._link is not None:  # on all ranks: some may have begun a graph
-            self._link.begin_capture(self._link.capture or self._link)
+            self._link.begin_capture(self._link.capture)
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:

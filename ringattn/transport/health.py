@@ -228,7 +228,7 @@ class Health:
         assert board is not None
         own, other = board.shown(self.rank), board.call(rank, number)
         if other is None and self.later_round(rank, number):
-            return lockstep.refused_by(rank, lockstep.CAPTURE, board.shown(rank, refused=True), self.ranks)
+            return lockstep.refused_by(rank, lockstep.CAPTURE, board.text(rank), self.ranks)
         if other is not None and other.refused:
             return lockstep.refused_by(rank, own, board.shown(rank, refused=True), self.ranks)
         theirs = (rank, board.calls_of(rank), board.shown(rank))

@@ -97,7 +97,7 @@ class Calls:
         """Count the first call of a round, which this rank refuses: its capture of a CUDA graph has failed, or that of
         another rank."""
         self.number, self.digest = number * ROUND, 0
-        return self.begin_refused(CAPTURE)
+        return self.begin_refused(CAPTURE)._replace(opens=True)
 
 
 def capturing() -> bool:
