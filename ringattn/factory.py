@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from . import choosing, operators, plans
-from .agreement import hash_of
 from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .masks.intervals import Mask
@@ -21,6 +20,7 @@ from .memo import Memo, on_the_host, untraced
 from .plan_arguments import ADVICE, BUFFER_BYTES, Request
 from .transport import group as transports
 from .transport import lockstep
+from .transport.agreement import hash_of
 from .transport.group import Transport
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .agreement import hash_of
 from .layouts import shards as layouts
 from .layouts.relay import Nodes
 from .layouts.shards import Shard
@@ -15,6 +14,7 @@ from .masks import common as masks
 from .masks.intervals import Intervals, Mask
 from .peer.connect import by_host
 from .transport import group as transports
+from .transport.agreement import hash_of
 
 VERSION = 7  # of the exchange between ranks
 BUFFER_BYTES = 8 << 30

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
 import torch
 from torch import Tensor
 
-from .agreement import Agreement, Value
 from .kernels.contract import Block
 from .layouts import blocks
 from .layouts import shards as layouts
@@ -26,6 +25,7 @@ from .plan_arguments import Request
 from .program import SIGNATURES, Programs
 from .shape import Shape
 from .transport import lockstep
+from .transport.agreement import Agreement, Value
 from .transport.group import Transport
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .agreement import Agreement
 from .peer.mailbox import Mailbox
 from .plan_arguments import nodes_of
+from .transport.agreement import Agreement
 from .transport.group import Transport
 from .transport.pending import Message, Pending
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool, on_ranks
 
-from ringattn import agreement
-from ringattn.agreement import Disagreement, RankFailed
+from ringattn.transport import agreement
 from ringattn.transport import group as transports
+from ringattn.transport.agreement import Disagreement, RankFailed
 
 FIELDS: dict[str, Any] = dict(number=3, far=-(2**62), ratio=0.1, flag=True, name="zigzag")
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
 from ringattn import virtual
-from ringattn.agreement import Disagreement
 from ringattn.dataflow import messages
 from ringattn.dataflow.gather import transfer_of
 from ringattn.dataflow.gathered import gathered_block
@@ -29,6 +28,7 @@ from ringattn.layouts.shards import positions
 from ringattn.peer.tile_lists import tile_lists
 from ringattn.reference import attention as reference
 from ringattn.transport import group as transports
+from ringattn.transport.agreement import Disagreement
 from ringattn.virtual import VirtualRank
 
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..agreement import hash_of
 from ..functional import check_score, scale_of
 from ..generation.decoding import check_no_gradients, merged
 from ..kernels.contract import Score, accumulation_dtype
@@ -22,6 +21,7 @@ from ..kernels.paged.backends import choose
 from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, tile_size
 from ..memo import untraced
 from ..operators import no_autocast
+from ..transport.agreement import hash_of
 from ..transport.group import Transport
 from .flash import plan_in_use
 

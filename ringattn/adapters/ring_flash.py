@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import hash_of
 from ..factory import Plan, plan
 from ..functional import attention
 from ..layouts.shards import Shard, length
 from ..memo import Memo
 from ..transport import group as transports
+from ..transport.agreement import hash_of
 from .one_rank import integers_of
 from .same_mask import check_dropout
 

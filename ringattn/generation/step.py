@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..agreement import hash_of
 from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
 from ..kernels.paged.operands import NEW_TOKENS, StepState, Tables, tile_size
 from ..kernels.upload import upload
 from ..memo import Memo, on_the_host
+from ..transport.agreement import hash_of
 from ..transport.group import Transport
 from .decoding import LayerStep, by_handle
 from .ordered import OrderedRow, of_row

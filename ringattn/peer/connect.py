@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..agreement import hash_of
 from . import driver
 from .link import Link
 from .watchdog import Board
-
-
-def host() -> int:
-    """Return a number that is the same for processes with the same running kernel and host name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = ""
-    return hash_of(f"{socket.gethostname()} {boot}")
 
 
 def by_host(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""The command ``ringattn``, which pip installs: ``ringattn doctor`` and ``ringattn plan``."""
+"""The command ``ringattn``, which pip installs, or ``python -m ringattn``: ``ringattn doctor`` and ``ringattn plan``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ COMMANDS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command with the arguments that follow its name, and return its exit status."""
+def main(argv: list[str] | None = None, name: str = "ringattn") -> int:
+    """Run a command with the arguments that follow its name, and return its exit status. ``name``: how this is started;
+    without a command it says which there are."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] not in COMMANDS:
-        parser = argparse.ArgumentParser(prog="ringattn", description=__doc__)
+        parser = argparse.ArgumentParser(prog=name, description=__doc__)
         commands = parser.add_subparsers(required=True, help="with --help after it: its options")
-        for name, (_, text) in COMMANDS.items():
-            commands.add_parser(name, help=text)
-        parser.parse_args(words)  # prints and exits
+        for command_name, (_, text) in COMMANDS.items():
+            commands.add_parser(command_name, help=text)
+        parser.parse_args(words or ["--help"])  # prints and exits
     command: Callable[[list[str], str], int] = import_module(f".{COMMANDS[words[0]][0]}", __package__).main
-    return run(lambda: command(words[1:], f"ringattn {words[0]}"))
+    return run(lambda: command(words[1:], f"{name} {words[0]}"))

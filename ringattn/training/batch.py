@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import Disagreement
 from ..masks.intervals import Mask
 from ..memo import Memo
 from ..plans import Plan
+from ..transport.agreement import Disagreement
 from ..transport.group import Transport
 from .rows import BOUNDARIES as BOUNDARIES
 from .rows import BOUNDS, IDS, TOKENS, attention_mask, check_positions, check_tensor, class_ids, in_text, jumps

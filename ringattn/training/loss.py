@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..agreement import Value
 from ..transport import group as transports
 from ..transport import lockstep
+from ..transport.agreement import Value
 from .by_tokens import run_by_tokens
 from .rows import IGNORE, class_ids
 

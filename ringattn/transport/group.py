@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import agreement
 from ..errors import GroupBroken, Place, in_short, text_of
 from ..memo import Memo, lasting
 from ..peer.connect import Ranks, by_host, connect
@@ -33,7 +32,7 @@ from ..peer.link import Link
 from ..peer.mailbox import Mailbox
 from ..peer.watchdog import ROUND, CallMark
 from ..program import not_repeatable
-from . import background, gloo, lockstep
+from . import agreement, background, gloo, lockstep
 from .gloo import DEFAULT_TIMEOUT
 from .health import Health, let_go, of_group, seconds
 from .lockstep import Calls
@@ -271,7 +270,7 @@ class Transport:
         them other exchanges, before each of them checks the result.
 
         Args:
-            advice: see :class:`..agreement.Agreement`.
+            advice: see :class:`.agreement.Agreement`.
 
         Raises:
             Exception: ``error``, on the rank that passed it.
@@ -417,8 +416,7 @@ class GroupTransport(Transport):
     def _record(self, call: CallMark, shown: str) -> None:
         other = self.health.begin(self.timeout, call, shown)
         if other is not None:
-            error = self.health.other_call(other, call.number)
-            number = self.health.later_round(other, call.number)
+            error, number = self.health.other_call(other, call.number)
             self._begin_round(number, error) if number else self.note_failure(error)
             raise error
 

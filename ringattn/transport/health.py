@@ -23,6 +23,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from torch import Tensor
 
 from ..errors import ExchangeFailed, LostPeer, Place, TimedOut, in_short, rank_name
 from ..peer import driver, watchdog
-from ..peer.connect import host
 from ..peer.watchdog import Board, CallMark, Process
 from . import background, gloo, lockstep
+from .agreement import hash_of
 from .other_hosts import OtherHosts
 
 _PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
@@ -53,6 +54,15 @@ def seconds(name: str, value: Any) -> float:
     if not limit > 0 or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be a positive number of seconds, as 600")
     return min(limit, 1e8)
+
+
+def host() -> int:
+    """Return a number that is the same for processes with the same running kernel and host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        boot = ""
+    return hash_of(f"{socket.gethostname()} {boot}")
 
 
 class Marks:
@@ -211,28 +221,24 @@ class Health:
         for rank in self.here:
             other = self.board.call(rank, call.number)
             if other is None:
-                if self.later_round(rank, call.number):
+                if self.board.later_round(rank, call.number):
                     return rank
             elif other.digest != call.digest and not (call.compares and other.compares):
                 return rank
         return None
 
-    def later_round(self, rank: int, number: int) -> int:
-        """Return the round of calls of a rank of this host if it is later than that of a call, because a capture of
-        that rank has failed; else 0."""
-        return 0 if self.board is None else self.board.later_round(rank, number)
-
-    def other_call(self, rank: int, number: int) -> Exception:
-        """Return the error for a rank of this host whose call of this number is not that of this rank."""
+    def other_call(self, rank: int, number: int) -> tuple[Exception, int]:
+        """Return the error for a rank of this host whose call of this number is not that of this rank, and the round
+        that it has begun since, because a capture has failed; else 0."""
         board = self.board
         assert board is not None
-        own, other = board.shown(self.rank), board.call(rank, number)
-        if other is None and self.later_round(rank, number):
-            return lockstep.refused_by(rank, lockstep.CAPTURE, board.text(rank), self.ranks)
+        own, other, later = board.shown(self.rank), board.call(rank, number), board.later_round(rank, number)
+        if other is None and later:
+            return lockstep.refused_by(rank, lockstep.CAPTURE, board.text(rank), self.ranks), later
         if other is not None and other.refused:
-            return lockstep.refused_by(rank, own, board.shown(rank, refused=True), self.ranks)
+            return lockstep.refused_by(rank, own, board.shown(rank, refused=True), self.ranks), later
         theirs = (rank, board.calls_of(rank), board.shown(rank))
-        return lockstep.difference((self.rank, number, own), theirs, self.ranks)
+        return lockstep.difference((self.rank, number, own), theirs, self.ranks), later
 
     def fail(self, error: BaseException, where: str) -> None:
         """Record why this rank cannot continue."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .errors import Desynchronized, Disagreement, RankFailed, rank_name, text_of
+from ..errors import Desynchronized, Disagreement, RankFailed, rank_name, text_of
 
 Value = int | float | str | bool
 
