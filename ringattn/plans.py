@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from .transport.agreement import Agreement, Value
 from .transport.group import Transport
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
+P = ParamSpec("P")
 
 
 class Flow(Protocol):
@@ -441,12 +441,12 @@ class Plan:
 # What is derived from a plan once
 
 
-def once(function: Callable[[Plan, Unpack[Ts]], T]) -> Callable[[Plan, Unpack[Ts]], T]:
+def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
     """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
 
     @functools.wraps(function)
-    def kept(plan: Plan, *arguments: *Ts) -> T:
-        return plan.once(function, *arguments)  # type: ignore[arg-type]
+    def kept(plan: Plan, *arguments: P.args, **named: P.kwargs) -> T:
+        return plan.once(function, *arguments, **named)  # which takes no named ones
 
     return kept
 

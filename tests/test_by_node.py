@@ -282,7 +282,7 @@ def test_the_ranks_of_each_host_are_linked_or_none(
         return words.expand(len(hosts), -1)
 
     for rank in range(len(hosts)):
-        connect.connect(connect.Ranks(rank, hosts), torch.device("cpu"), lambda: None, gather, None, "")
+        connect.connect(rank, hosts, torch.device("cpu"), lambda: None, gather, None, "")
     if near is None:
         assert made == []
     else:
@@ -365,7 +365,7 @@ def test_copy_engines_add_what_ranks_return_in_the_order_of_ranks() -> None:
     buffers.rank, buffers.width, buffers.keys, buffers.row_bytes, buffers.contribution_bytes = 1, 3, 20, 12, 600
     everything = [[Fetch(1, 0, 10, 5)]] * 4  # of every rank, the ten tokens of rank 1
     table = buffers._table(SimpleNamespace(device=torch.device("cpu"), tables=Memo(4)), everything, 10)  # type: ignore[arg-type]
-    assert table.pieces[:, :2].tolist() == [[0, 0], [1, 5 * 12], [0, 600], [0, 1200]]
+    assert table.runs[:, :2].tolist() == [[0, 0], [1, 5 * 12], [0, 600], [0, 1200]]
 
 
 def test_every_rank_sends_and_receives_through_its_own_card() -> None:

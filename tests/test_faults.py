@@ -243,9 +243,9 @@ def share_memory(where: str) -> None:
             (connect, "Link", lambda rank, size, device, share, board: share),
         ):  # fmt: skip
             patches.enter_context(mock.patch.object(target, name, value))
-        ranks = connect.Ranks(transport.rank, transport.hosts)
+        gather, board = transport.gather_words, transport.health.board
         share: Any = connect.connect(
-            ranks, torch.device("cpu"), lambda: group, transport.gather_words, transport.health.board, ""
+            transport.rank, transport.hosts, torch.device("cpu"), lambda: group, gather, board, ""
         )
         assert share(64)[1] == [0] * WORLD
         bad = transport.rank == FAULTY

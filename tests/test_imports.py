@@ -68,7 +68,7 @@ def graph() -> dict[str, set[str]]:
     return {name: uses(path, name) for name, path in ALL.items()}
 
 
-COMMANDS = {"tools.doctor", "doctor", "tools.commands", "__main__"}  # started with python -m or by pip; nothing imports them
+COMMANDS = {"tools.doctor", "doctor", "tools.commands", "__main__"}  # started with python -m or by pip: not imported
 DATAFLOWS = {name for name in MODULES if name.startswith("dataflow")}
 GENERATION = {name for name in MODULES if name.startswith("generation")}
 PEER = {name for name in MODULES if name.startswith("peer")}

@@ -10,7 +10,8 @@ from suite import few
 
 pytest.importorskip("triton")
 from ringattn.kernels.triton.primitives import INTERPRETED
-from ringattn.peer.pack_rows import Run, RunTable, Signal, pack_rows, run_table
+from ringattn.peer.pack_rows import Run, Signal, pack_rows, run_table
+from ringattn.peer.tile_lists import TileTable
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def tensors(dims: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ..
 
 def table_of(
     runs: Sequence[tuple[int, int, int]], into: torch.Tensor, zeros: Sequence[tuple[int, int]] = (), slot: int = 0
-) -> RunTable:
+) -> TileTable:
     """Return the table of runs whose places are in ``into``."""
     _, _, keys, width = into.shape
     size = width * into.element_size()

@@ -42,6 +42,7 @@ from ringattn.peer import link as memory
 from ringattn.peer import pack_rows as packing
 from ringattn.peer import sum_runs as summing
 from ringattn.peer.captured import Captured
+from ringattn.peer.tile_lists import TileTable
 from ringattn.peer.watchdog import FREE, LANDED, READY, Board, Watch
 from ringattn.shape import Shape
 from ringattn.transport.group import GroupTransport
@@ -225,7 +226,7 @@ class Kernels(Backend):
         return CompletionCounts(rows, tuple(rows * count for count in block.groups_k), block.groups_k)
 
     def pack_rows(
-        self, k: Tensor, v: Tensor, table: packing.RunTable, slot: int = 0, signal: packing.Signal | None = None
+        self, k: Tensor, v: Tensor, table: TileTable, slot: int = 0, signal: packing.Signal | None = None
     ) -> None:
         """Store run by run in any order, and signal."""
         k, v = map(alias, (k, v))
@@ -252,7 +253,7 @@ class Kernels(Backend):
             parts += [functools.partial(store_word, address, number) for address in addresses]
         self.world.kernel("pack", [(None, part) for part in parts])
 
-    def sum_runs(self, table: summing.SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def sum_runs(self, table: TileTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
         own, landed, dk, dv = map(alias, (own, landed, dk, dv))
         batch, tokens, heads, _ = dk.shape
         if not dk.numel():

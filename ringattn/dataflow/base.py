@@ -22,7 +22,6 @@ from ..layouts.schedule import Schedule
 from ..partial import Partial
 from ..plans import Plan
 from ..shape import Shape
-from .circulation import TravellingShards
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +92,8 @@ class Traffic(NamedTuple):
 
 class Dataflow:
     """How the shards of a plan meet. A subclass must define the first three methods. The defaults of the others are for
-    shards that travel from rank to rank (:mod:`.circulation`): keys and values, or with ``moves_queries`` queries."""
+    shards that travel from rank to rank (:mod:`.circulation`): keys and values, or with ``moves_queries`` queries. The
+    rank that one comes to is its visitor."""
 
     moves_queries = False
     kernels_fill_delta = False  # the first kernel of a backward computes delta and writes dq
@@ -136,12 +136,33 @@ class Dataflow:
         list(self.own_blocks(plan))  # the plan keeps them
 
     def own_blocks(self, plan: Plan) -> Iterator[Block]:
-        """Yield what the plan's rank computes."""
-        return TravellingShards(plan, self.moves_queries).own_blocks()
+        """Yield what the plan's rank computes, step by step."""
+        for step in plan.steps:
+            if step.compute and step.owner is not None:
+                yield self._visit(plan, plan.rank, step.owner)
 
     def blocks(self, plan: Plan) -> Iterator[tuple[int, Block]]:
-        """Yield everything that is computed: the rank whose queries they are, and the block."""
-        return TravellingShards(plan, self.moves_queries).blocks()
+        """Yield everything that is computed: the rank whose queries they are, and the block.
+
+        Raises:
+            AssertionError: a rank never meets a shard of which it sees something.
+        """
+        for visitor, needs in enumerate(plan.schedule.needs):
+            for owner, needed in enumerate(needs):
+                block = self._visit(plan, visitor, owner)
+                if needed:
+                    yield owner if self.moves_queries else visitor, block
+                else:
+                    pairs = int((block.end - block.start).sum())
+                    message = f"rank {visitor} never meets the shard of rank {owner}, but sees {pairs} pairs"
+                    verify.require(not pairs, message)
+
+    def _visit(self, plan: Plan, visitor: int, owner: int) -> Block:
+        return plan.block(owner, visitor) if self.moves_queries else plan.block(visitor, owner)
+
+    def _lengths(self, plan: Plan) -> tuple[int, ...]:
+        """Return the number of tokens of every rank's shard that travels."""
+        return plan.local_lengths if self.moves_queries else plan.local_lengths_k
 
     def verify(self, plan: Plan) -> verify.Proof:
         """Prove the plan, see :mod:`ringattn.verify`: the schedule of the shards that travel, and what is computed.
@@ -164,7 +185,14 @@ class Dataflow:
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
         """Return the tokens that a rank sends to each rank in one traversal."""
-        return Traffic(*TravellingShards(plan, self.moves_queries).traffic(rank))
+        lengths, steps, traffic = self._lengths(plan), plan.schedule.steps(rank), Traffic.nothing(plan.world_size)
+        for step, owner in zip(steps, [None, *(s.owner for s in steps)], strict=False):
+            if step.shard_to is not None and step.owner is not None:
+                traffic.shards[step.shard_to] += lengths[step.owner]
+            home = step.home_to if step.part_to is None else step.part_to
+            if owner is not None and home is not None:
+                traffic.contributions[home] += lengths[owner]
+        return traffic
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
         """Return the bytes of one token of (a shard that travels, a contribution to it)."""
@@ -176,8 +204,18 @@ class Dataflow:
         return [shape.batch * (a * shard + b * contribution) for a, b in zip(*self.traffic(plan, rank), strict=True)]
 
     def meetings(self, plan: Plan) -> list[str]:
-        """Return lines that say which ranks' shards meet when."""
-        return TravellingShards(plan, self.moves_queries).meetings()
+        """Return lines that say which ranks meet which shards in each step."""
+        from .description import shortened
+
+        ranks = [plan.schedule.steps(rank) for rank in range(plan.world_size)]
+        lines = []
+        for t in range(len(ranks[0]) - 1):
+            owners = (steps[t].owner if steps[t].compute else "-" for steps in ranks)
+            pairs = " ".join(shortened([f"{rank}:{owner}" for rank, owner in enumerate(owners)], "ranks"))
+            moving = [steps[t].owner for steps in ranks if steps[t].shard_to is not None]
+            tokens = sum(self._lengths(plan)[owner] for owner in moving if owner is not None)
+            lines.append(f"step {t}: rank:shard {pairs}   {tokens} tokens move on")
+        return shortened(lines, "steps")
 
     def moves_inside(self, plan: Plan) -> str:
         """Return what moves tokens inside of a node: "messages" or "copy engines"."""

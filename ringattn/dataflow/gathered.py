@@ -36,13 +36,11 @@ def rows_of_keys(plan: Plan) -> Tensor:
     return rows
 
 
+@once
 def gathered_block(plan: Plan, rank: int | None = None) -> Block:
     """Return which of the keys that a rank fetches its queries see, in the order of positions."""
-    return _gathered_block(plan, plan.rank if rank is None else rank)
-
-
-@once
-def _gathered_block(plan: Plan, rank: int) -> Block:
+    if rank is None:
+        return gathered_block(plan, plan.rank)
     # A segment per run, so that a tile of keys has one owner; interleaved runs are one segment.
     runs, total = plan.fetches[rank], buffer_rows(plan.fetches[rank])
     if interleaved(plan):

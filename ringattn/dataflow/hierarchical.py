@@ -22,11 +22,10 @@ from torch import Tensor
 from ..kernels.contract import Block
 from ..layouts.schedule import buffer_rows
 from ..shape import Shape
-from ..transport.group import Message
 from ..transport.pending import Pending
 from .base import Call
 from .messages import Messages, delivered_rows, kernel_bytes, part_of, row_bytes
-from .routes import tokens_of
+from .routes import Delivery, start, tokens_of
 from .transfer import Hierarchical, Part, Waits
 
 
@@ -42,24 +41,22 @@ class HierarchicalMessages(Hierarchical, Messages):
         shards: dict[int, Tensor] = {}  # extended, by group
         buffers: dict[int, Tensor] = {}
 
-        def start(turn: int) -> Pending:
-            sends, receives = list[Message](), list[Message]()
+        def turned(turn: int) -> Pending:
+            both = list[Delivery]()
             if turn < len(groups):
                 shards[turn] = shard = _extended(call, groups[turn], own, extended)
-                between = network.deliver(network.outgoing(shard[:own]), shard[own:])
-                sends, receives = sends + between.sends, receives + between.receives
+                both.append(network.deliver(network.outgoing(shard[:own]), shard[own:]))
             if turn > 0:
-                inside = node.deliver(node.outgoing(shards.pop(turn - 1)))
-                sends, receives = sends + inside.sends, receives + inside.receives
-                buffers[turn - 1] = inside.buffer
-            return call.plan.transport.start(sends, receives)
+                both.append(node.deliver(node.outgoing(shards.pop(turn - 1))))
+                buffers[turn - 1] = both[-1].buffer
+            return start(call.plan.transport, both)
 
-        start(0).wait()
-        moving = start(1)
+        turned(0).wait()
+        moving = turned(1)
         for i in range(len(groups)):
             moving.wait()
             if i + 1 < len(groups):
-                moving = start(i + 2)
+                moving = turned(i + 2)
             yield part_of(call, block, groups, i, node.sorted(buffers.pop(i)))
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:

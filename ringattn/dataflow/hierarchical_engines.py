@@ -24,7 +24,7 @@ from .base import Call
 from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
 from .messages import row_bytes
-from .routes import tokens_of
+from .routes import start, tokens_of
 from .transfer import GradientReturn, Hierarchical
 
 
@@ -73,12 +73,11 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
         def move(shard: Tensor, heads: slice) -> None:
             if routes.leaving is None:  # from its place to its place, for each head
                 each = [routes.deliver(x[:own], x[own:]) for element in shard[:, heads] for x in element]
-                sends = [message for delivery in each for message in delivery.sends]
-                transport.start(sends, [message for delivery in each for message in delivery.receives]).wait()
+                start(transport, each).wait()
                 return
             rows = shard[:, heads].permute(2, 0, 1, 3)
             delivery = routes.deliver(routes.outgoing(rows[:own]))
-            transport.start(delivery.sends, delivery.receives).wait()
+            start(transport, [delivery]).wait()
             rows[own:].copy_(delivery.buffer)
 
         return CarriedPull(link, buffers, call.k, call.v, move)
@@ -132,7 +131,7 @@ class PushedToCarriers(GradientReturn):
         main, stream = self.link.current_stream(), self.link.moving  # after the messages that bring keys
         stream.wait_stream(main)
         with torch.cuda.stream(stream):
-            self.transport.start(returned.sends, returned.receives).wait()
+            start(self.transport, [returned]).wait()
         event = torch.cuda.Event()
         event.record(stream)
         self.moving.append((wave, sums, returned.pieces, event))

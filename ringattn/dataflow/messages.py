@@ -19,7 +19,7 @@ from ..shape import Shape
 from ..transport.pending import Pending
 from .base import Call
 from .gathered import gathered_block, interleaved, rows_of_keys
-from .routes import Return, Routes, collected_routes, direct_routes, many_runs, tokens_of
+from .routes import Return, Routes, collected_routes, direct_routes, many_runs, start, tokens_of
 from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
 
@@ -62,19 +62,19 @@ class Messages(Transfer):
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
         routes, groups = self.routes(0, call.k.device), self.groups(call.shape, call.q.device, backward)
 
-        def start(heads: slice) -> tuple[Pending, Tensor]:
+        def fetched(heads: slice) -> tuple[Pending, Tensor]:
             outgoing = routes.outgoing(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
             delivery = routes.deliver(outgoing)
-            return call.plan.transport.start(delivery.sends, delivery.receives), delivery.buffer
+            return start(call.plan.transport, [delivery]), delivery.buffer
 
-        started = [start(groups[0])]
+        started = [fetched(groups[0])]
         for i in range(len(groups)):
             moving, buffer = started.pop()
             moving.wait()
             rows = [routes.sorted(buffer)]
             del buffer  # before the next one is made
             if i + 1 < len(groups):
-                started.append(start(groups[i + 1]))
+                started.append(fetched(groups[i + 1]))
             yield part_of(call, block, groups, i, rows.pop())  # which is freed before the next rows are sorted
 
     def give_back(self, call: Call) -> GradientReturn:
@@ -135,10 +135,7 @@ class SentGradients(GradientReturn):
         """Start the exchange inside of the node, if any, and the one between nodes of a wave that is summed."""
         for network in self.network:
             self.between = network.give_back(self.sums[summed][self.own :]) if summed in self.sums else None
-        both = [one for one in (self.between, self.inside) if one is not None]
-        sends = [message for one in both for message in one.sends]
-        receives = [message for one in both for message in one.receives]
-        self.moving: Pending = self.transport.start(sends, receives)
+        self.moving = start(self.transport, [one for one in (self.between, self.inside) if one is not None])
 
     def finish(self, wave: int) -> None:
         self._arrive(wave)

@@ -69,7 +69,7 @@ class Reduce(Dataflow):
         s, queries, keys = shape, plan.local_lengths[plan.rank], plan.local_lengths_k[plan.rank]
         shard, part = self.token_bytes(s, backward)
         gradients = keys * s.kv_elements * s.state_itemsize * backward
-        scratch = scratch_bytes(plan, s, self.moves_queries) if backward else 0
+        scratch = scratch_bytes(plan, s, max(plan.local_lengths), self.own_blocks(plan)) if backward else 0
         peak, computed = 0, False
         for moment in moments(plan, plan.local_lengths, True):
             kept = gradients * (1 + (computed and moment.computing))

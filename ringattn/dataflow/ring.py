@@ -98,7 +98,7 @@ class Ring(Dataflow):
         s, queries, lengths = shape, plan.local_lengths[plan.rank], plan.local_lengths_k
         shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
         if backward:
-            scratch = scratch_bytes(plan, s, self.moves_queries)
+            scratch = scratch_bytes(plan, s, queries, self.own_blocks(plan))
             rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
             peak = max(
                 moment.shards * shard + moment.contributions * part + moment.computing * scratch

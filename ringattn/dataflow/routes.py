@@ -18,7 +18,8 @@ from torch import Tensor
 from ..kernels.upload import upload
 from ..layouts import blocks
 from ..layouts.schedule import Fetch, buffer_rows
-from ..transport.group import Message
+from ..transport.group import Message, Transport
+from ..transport.pending import Pending
 
 _MESSAGES = 4  # runs from one rank to another that are messages of their own
 
@@ -38,6 +39,12 @@ class Return(NamedTuple):
     sends: list[Message]
     receives: list[Message]
     pieces: list[tuple[slice, Tensor]]
+
+
+def start(transport: Transport, several: Iterable[Delivery | Return]) -> Pending:
+    """Start the messages of deliveries and returns, in one step."""
+    both = [(one.sends, one.receives) for one in several]
+    return transport.start([x for sends, _ in both for x in sends], [x for _, receives in both for x in receives])
 
 
 class Routes(NamedTuple):

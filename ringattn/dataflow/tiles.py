@@ -32,7 +32,7 @@ from ..layouts.shards import Shard
 from ..masks.intervals import Intervals, Mask
 from ..memo import Memo
 from ..plans import Plan, once
-from .routes import Routes, collected_routes
+from .routes import Routes, collected_routes, start
 
 
 class Tiles(NamedTuple):
@@ -161,13 +161,11 @@ def every_query(plan: Plan) -> tuple[Tiles, ...]:
 # What kernels get
 
 
+@once
 def keys_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
     """Return which of the keys that a rank gathers its queries see, for each member of the mask."""
-    return _keys_blocks(plan, plan.rank if rank is None else rank)
-
-
-@once
-def _keys_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
+    if rank is None:
+        return keys_blocks(plan, plan.rank)
     gathered = of_keys(plan)[rank]
     block = plan.make_block(rank, gathered.spans, (gathered.rows,))
     positions_k = block.positions_k.clamp(max=max(plan.seq_len_k - 1, 0))
@@ -175,13 +173,11 @@ def _keys_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
     return tuple(replace(x, positions_k=positions_k, ordered=True, others=()) for x in members)
 
 
+@once
 def queries_blocks(plan: Plan, rank: int | None = None) -> tuple[Block, ...]:
     """Return which of a rank's keys the queries that it gathers see, for each member of the mask."""
-    return _queries_blocks(plan, plan.rank if rank is None else rank)
-
-
-@once
-def _queries_blocks(plan: Plan, rank: int) -> tuple[Block, ...]:
+    if rank is None:
+        return queries_blocks(plan, plan.rank)
     mask, keys = plan.mask, plan.shards_k[rank]
     positions_k = blocks.concatenate(keys)
     positions = blocks.concatenate(of_queries(plan)[rank].spans).long()
@@ -243,8 +239,7 @@ def _exchange(plan: Plan, tensors: Sequence[Tensor], stage: Stage) -> list[Tenso
     device = tensors[0].device
     routes = stage.routes.once(device, lambda: _routes(plan.rank, stage).on(device))
     deliveries = [routes.deliver(routes.outgoing(x)) for x in tensors]
-    sends = [message for delivery in deliveries for message in delivery.sends]
-    plan.transport.start(sends, [message for delivery in deliveries for message in delivery.receives]).wait()
+    start(plan.transport, deliveries).wait()
     buffers = [routes.sorted(delivery.buffer) for delivery in deliveries]
     for run in stage.fetches[plan.rank]:
         if run.owner == plan.rank:  # they need no message

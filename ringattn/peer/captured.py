@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from ..memo import Memo
 from . import driver
 from .link import KIND_NAMES, Exchanges, Link, Signal
+from .pull import FetchBuffers
 from .watchdog import IN_GRAPH, MOVED, MOVING, READY
 
 T = TypeVar("T")
@@ -109,8 +110,8 @@ class Captured(Exchanges):
             found: Any = link.keep(link.prepare(key, make))
         finally:
             link.fixed = False
-        prepared: T = found.in_graph()
-        return prepared
+        prepared: Any = found.in_graph() if isinstance(found, FetchBuffers) else found  # others hold no numbers
+        return cast(T, prepared)
 
     def keep(self, x: object) -> None:
         """Keep for ever what replays of the graph read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,20 +23,9 @@ def by_host(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks.values()))
 
 
-class Ranks(NamedTuple):
-    """The ranks of a group, seen from one: their hosts."""
-
-    rank: int
-    hosts: Sequence[int]
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        """Those of this rank's host."""
-        return next(ranks for ranks in by_host(self.hosts) if self.rank in ranks)
-
-
 def connect(
-    ranks: Ranks,
+    rank: int,
+    hosts: Sequence[int],
     device: torch.device,
     group: Callable[[], Any],
     gather: Callable[[Tensor], Tensor],
@@ -48,26 +37,29 @@ def connect(
     ranks call this together.
 
     Args:
+        rank, hosts: this rank, and those of all.
         group: returns the process group.
         gather: a method that returns the words of all ranks, (n,) int64 -> (world_size, n).
         board: which the watchdog looks at.
         problem: why this rank can have no link, or "".
     """
 
+    near = next(ranks for ranks in by_host(hosts) if rank in ranks)
+
     def lost() -> str:
-        return "" if board is None else board.cause([rank for rank in ranks.near if rank != ranks.rank])[1]
+        return "" if board is None else board.cause([other for other in near if other != rank])[1]
 
     wanted = os.environ.get("RINGATTN_PULLS", "1") != "0"
     rows = gather(torch.tensor([wanted and driver.available(), bool(problem)], device="cpu"))
-    if not rows[:, 0].all() or len(set(ranks.hosts)) == len(ranks.hosts):
+    if not rows[:, 0].all() or len(set(hosts)) == len(hosts):
         return None
-    link, in_graphs, status, near = None, False, rows[:, 1], ranks.near
+    link, in_graphs, status = None, False, rows[:, 1]
     if not status.any():  # all ranks make a link, or none
         try:
             from .symmetric import SymmetricMemory
 
             share = SymmetricMemory(group, device, near, gather, lost)
-            link = Link(near.index(ranks.rank), len(near), device, share, board)
+            link = Link(near.index(rank), len(near), device, share, board)
             in_graphs = driver.graphs_wait()
         except (RuntimeError, ImportError, AttributeError, ValueError) as error:  # no peer access; another torch
             problem = str(error) or type(error).__name__

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +15,8 @@ from torch import Tensor
 from ..kernels.launch import dispatch, on_device
 from ..kernels.triton.primitives import bound, store_release
 from ..kernels.triton.strides import elements, stride_unit, strides_in
-from ..kernels.upload import upload
 from .link import Signal
-from .tile_lists import tile_lists
+from .tile_lists import TileTable, tile_table
 
 _TOKENS = 32
 
@@ -41,35 +39,19 @@ class Run(NamedTuple):
     slot: int = 0
 
 
-class RunTable(NamedTuple):
-    """Runs of tokens, by the tiles of the kernel that they meet.
-
-    Attributes:
-        edges: (tiles + 1,) int32; the runs of tile t are ``runs[edges[t] : edges[t + 1]]``.
-        runs: (n, 5) int64, a :class:`Run` in each row. A run is there once for each of its tiles.
-    """
-
-    edges: Tensor
-    runs: Tensor
-
-
-def run_table(runs: Sequence[Run], tokens: int, device: torch.device) -> RunTable:
+def run_table(runs: Sequence[Run], tokens: int, device: torch.device) -> TileTable:
     """Return runs of ``tokens`` tokens for :func:`pack_rows`; a token may be in several. Zeros are runs of tokens past
-    the last one.
-
-    Call it outside of CUDA-graph capture: a table is copied from the host.
-    """
+    the last one."""
     placed = []
     for run in runs:
         if run.offset < 0:
             run, tokens = run._replace(offset=tokens), tokens + run.length
         placed.append(run)
-    edges, index = tile_lists([(run.offset, run.offset + run.length) for run in placed], max(1, tokens), _TOKENS)
-    numbers = np.array(placed, dtype=np.int64).reshape(-1, len(Run._fields))
-    return RunTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
+    spans = [(run.offset, run.offset + run.length) for run in placed]
+    return tile_table(placed, spans, max(1, tokens), _TOKENS, device)
 
 
-def pack_rows(k: Tensor, v: Tensor, table: RunTable, slot: int = 0, signal: Signal | None = None) -> None:
+def pack_rows(k: Tensor, v: Tensor, table: TileTable, slot: int = 0, signal: Signal | None = None) -> None:
     """Write some runs of tokens of k and v, and zeros, to their places, and signal that they are there.
 
     Args:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,8 @@ from ..layouts.schedule import Fetch, buffer_rows, gaps, union
 from ..memo import Memo
 from . import driver
 from .link import FLAG_WORDS, KEYS, Exchanges, Link
+from .tile_lists import TileTable
 from .watchdog import READY
-
-if TYPE_CHECKING:
-    from .pack_rows import RunTable
 
 _CHUNK_ROWS = 4  # of a chunk after the first ones: larger ones are hardly faster, and only become ready later
 _CHUNKS = 32  # per wave, about, with any number of rows: a stream that holds some hundred operations blocks its host
@@ -113,7 +111,7 @@ class FetchBuffers:
         waves: Sequence[slice],
     ) -> None:
         self.rank = rank = link.rank
-        self._places: Memo[RunTable] = Memo(8)
+        self._places: Memo[TileTable] = Memo(8)
         self.runs, self.lengths, self.waves = pattern.fetches[rank], pattern.lengths, waves
         self.batch, tokens, self.heads, dim = k.shape
         width = dim + v.shape[3]
@@ -165,13 +163,13 @@ class FetchBuffers:
             self._in_graph._use_flags(1)
         return self._in_graph
 
-    def places(self, publish: bool, own: bool, in_place: bool) -> RunTable:
+    def places(self, publish: bool, own: bool, in_place: bool) -> TileTable:
         """Return where this rank's tokens go: to the memory that others read, in two slots; to its receive buffer, with
         zeros between runs. There waves take turns in two slots, and of what the attention reads in place is only what
         shares a tile with other keys, see :class:`ringattn.kernels.contract.OwnKeys`."""
         return self._places.once((publish, own, in_place), lambda: self._make_places(publish, own, in_place))
 
-    def _make_places(self, publish: bool, own: bool, in_place: bool) -> RunTable:
+    def _make_places(self, publish: bool, own: bool, in_place: bool) -> TileTable:
         from .pack_rows import Run, run_table
 
         size, runs, zeros = self.row_bytes, list[Run](), gaps(self.runs) if own else ()

@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +31,8 @@ from ..program import Source, recorded
 from . import driver
 from .link import GRADIENTS, WAVES, Exchanges, Link
 from .pull import Pattern
+from .tile_lists import TileTable
 from .watchdog import FREE, LANDED
-
-if TYPE_CHECKING:
-    from .pack_rows import RunTable
-    from .sum_runs import SumTable
 
 _COUNTERS = 4096  # at least this many together: other documents have other numbers of runs
 _MAX_WORDS = 1024  # that are kept; those of other documents differ
@@ -134,7 +131,7 @@ class GradientBuffers:
 
     @functools.cached_property
     @lasting()
-    def places(self) -> RunTable:
+    def places(self) -> TileTable:
         """Where this rank's contributions to other ranks' keys go."""
         from .pack_rows import Run, run_table
 
@@ -145,11 +142,7 @@ class GradientBuffers:
         ]
         return run_table(runs, self.keys, self._device)
 
-    def in_graph(self) -> GradientBuffers:
-        """Return the same: they hold no numbers of exchanges."""
-        return self
-
-    def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> SumTable:
+    def _table(self, link: Link, fetches: Sequence[Sequence[Fetch]], tokens: int) -> TileTable:
         """Return the pieces that this rank sums, in the order of ranks."""
         from .sum_runs import Piece, sum_table
 

@@ -55,10 +55,6 @@ class StoreBuffers:
         ]
         self.places = run_table(runs, tokens, k.device)
 
-    def in_graph(self) -> StoreBuffers:
-        """Return the same: they hold no numbers of exchanges."""
-        return self
-
 
 def store(link: Exchanges, buffers: StoreBuffers, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Make one exchange of this rank's keys and values; return those that it gets, for work that is queued later."""

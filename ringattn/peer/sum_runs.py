@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +13,7 @@ from torch import Tensor
 from ..kernels.launch import dispatch, on_device
 from ..kernels.triton.primitives import bound
 from ..kernels.triton.strides import elements, stride_unit, strides_in
-from ..kernels.upload import upload
-from .tile_lists import tile_lists
+from .tile_lists import TileTable, tile_table
 
 TOKENS = 16  # of a tile
 
@@ -36,29 +34,12 @@ class Piece(NamedTuple):
     end: int
 
 
-class SumTable(NamedTuple):
-    """Pieces, by the tiles of the kernel that they meet.
-
-    Attributes:
-        edges: (tiles + 1,) int32; the pieces of tile t are ``pieces[edges[t] : edges[t + 1]]``.
-        pieces: (n, 5) int64, a :class:`Piece` in each row. A piece is there once for each of its tiles.
-    """
-
-    edges: Tensor
-    pieces: Tensor
+def sum_table(pieces: Sequence[Piece], tokens: int, device: torch.device) -> TileTable:
+    """Return the pieces of the sums of ``tokens`` tokens for :func:`sum_runs`, which adds them up in their order."""
+    return tile_table(pieces, [(piece.begin, piece.end) for piece in pieces], tokens, TOKENS, device)
 
 
-def sum_table(pieces: Sequence[Piece], tokens: int, device: torch.device) -> SumTable:
-    """Return the pieces of the sums of ``tokens`` tokens for :func:`sum_runs`, which adds them up in their order.
-
-    Call it outside of CUDA-graph capture: a table is copied from the host.
-    """
-    numbers = np.array(pieces, dtype=np.int64).reshape(-1, len(Piece._fields))
-    edges, index = tile_lists([(piece.begin, piece.end) for piece in pieces], tokens, TOKENS)
-    return SumTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
-
-
-def sum_runs(table: SumTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
+def sum_runs(table: TileTable, own: Tensor, landed: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Write the sums of all pieces into dk and dv, (batch, tokens, heads, head_dim or head_dim_v).
 
     The sum is made in the dtype of ``own`` and ``landed`` and rounded once.

@@ -3,8 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.upload import upload
+
+
+class TileTable(NamedTuple):
+    """Runs of tokens, by the tiles of a kernel that they meet.
+
+    Attributes:
+        edges: (tiles + 1,) int32; the runs of tile t are ``runs[edges[t] : edges[t + 1]]``.
+        runs: (n, numbers) int64, what the kernel needs of each. A run is there once for each of its tiles.
+    """
+
+    edges: Tensor
+    runs: Tensor
+
+
+def tile_table(
+    runs: Sequence[tuple[int, ...]], spans: Sequence[tuple[int, int]], tokens: int, tile: int, device: torch.device
+) -> TileTable:
+    """Return the table of ``runs``, whose tokens are ``spans``, in the order of the runs: see :func:`tile_lists`.
+
+    Call it outside of CUDA-graph capture: a table is copied from the host.
+    """
+    edges, index = tile_lists(spans, tokens, tile)
+    numbers = np.array(runs, dtype=np.int64).reshape(len(runs), len(runs[0]) if runs else 1)
+    return TileTable(*upload((torch.from_numpy(edges), torch.from_numpy(numbers[index])), device))
 
 
 def tile_lists(runs: Sequence[tuple[int, int]], tokens: int, tile: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The command ``ringattn``, which pip installs, or ``python -m ringattn``: ``ringattn doctor`` and ``ringattn plan``."""
+"""The command ``ringattn``, which pip installs, or ``python -m ringattn``: ``doctor`` and ``plan``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import GroupBroken, Place, in_short, text_of
 from ..memo import Memo, lasting
-from ..peer.connect import Ranks, by_host, connect
+from ..peer.connect import by_host, connect
 from ..peer.link import Link
 from ..peer.mailbox import Mailbox
 from ..peer.watchdog import ROUND, CallMark
@@ -328,9 +328,8 @@ class GroupTransport(Transport):
         if cuda:  # set the communicator up on all ranks; the first point-to-point messages may be among a few of them
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         if cuda and self.world_size > 1:
-            near, group_of = Ranks(self.rank, self.hosts), functools.partial(gloo.alive, self._group)
-            problem = self.health.watch()
-            self._link = connect(near, device, group_of, self.gather_words, self.health.board, problem)
+            problem, group_of = self.health.watch(), functools.partial(gloo.alive, self._group)
+            self._link = connect(self.rank, self.hosts, device, group_of, self.gather_words, self.health.board, problem)
 
     @property
     def group(self) -> dist.ProcessGroup:
