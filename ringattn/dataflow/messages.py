@@ -6,7 +6,7 @@ A message is rows of (tokens, batch, heads, both head dims), see :mod:`.routes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -81,16 +81,39 @@ class Messages(Transfer):
         return SentGradients(call, self)
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
-        plan, rank, runs, together = self.plan, self.plan.rank, self.plan.fetches, self.collects(0)
-        own = tokens_of(rank, [runs[rank]])
-        sent, local, fetched = tokens_of(rank, runs), plan.local_lengths_k[rank], buffer_rows(runs[rank])
-        sizes = Sizes(
-            plan.local_lengths[rank], local, fetched, delivered_rows(runs[rank], together),
-            sent if together else local, sent - own, sent > own, together,
-        )  # fmt: skip
-        groups = self.groups(shape, plan.transport.device, backward)
-        most = max(g.stop - g.start for g in groups) / shape.kv_heads
-        return bytes_of_groups(sizes, shape, groups, kernel_bytes(plan, shape, fetched, most, backward), backward)
+        """Return the most of the moments in which keys arrive and gradients leave, group by group of heads."""
+        plan, s, rank, runs, collected = self.plan, shape, self.plan.rank, self.plan.fetches, self.collects(0)
+        queries, local, fetched = plan.local_lengths[rank], plan.local_lengths_k[rank], buffer_rows(runs[rank])
+        delivered, sent = delivered_rows(runs[rank], collected), tokens_of(rank, runs)
+        arriving = sent - tokens_of(rank, [runs[rank]])  # contributions of other ranks to this one's keys
+        outgoing = sent if collected else local
+        groups = self.groups(s, plan.transport.device, backward)
+        shares = [0.0, *((g.stop - g.start) / s.kv_heads for g in groups), 0.0]
+        kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
+        key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
+        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        collects = outgoing + max(local, delivered)
+        starts = collects if collected else max((1 + (s.batch > 1)) * local, local + fetched)
+        moving = (arriving > 0) * outgoing + delivered
+        moments = [shares[1] * starts * key - (not backward) * results]
+        for i, (before, now, after) in enumerate(zip(shares, shares[1:], shares[2:], strict=False)):
+            arrives = (now * fetched + max(collected * now * delivered, after * starts)) * key
+            attends = (now * fetched + after * moving) * key
+            if not backward:  # the whole output is made after the first group's
+                some = (len(groups) > 1) * now * results
+                moments += [arrives - (i == 0) * results, attends + some]
+                moments += [attends + kernel + some - (i == 0 and len(groups) > 1) * results]
+                continue
+            flight, made = before * (delivered + arriving) * gradient, now * fetched * gradient
+            moments += [arrives + flight, attends + flight + made + kernel]
+            if i:  # the sums of the group before
+                moments += [attends + flight + made + before * local * gradient]
+            moments += [attends + now * (delivered + max(collected * fetched, arriving)) * gradient]
+        if not backward:
+            return round(s.batch * max(0.0, *moments))
+        moments += [shares[-2] * (delivered + arriving + local) * gradient]
+        peak = max(moments) + row_bytes(queries, s, backward) + local * gradient
+        return round(s.batch * s.beyond_results(queries, local, peak))
 
 
 def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Tensor) -> Part:
@@ -166,66 +189,9 @@ class SentGradients(GradientReturn):
         self.dv[:, :, heads].copy_(total[..., self.head_dim :])
 
 
-class Sizes(NamedTuple):
-    """The tokens that a rank handles, which decide how much memory a gather by messages takes.
-
-    Attributes:
-        queries, local: of this rank, and its keys.
-        fetched: rows of the buffer: keys of all ranks, its own among them, and space.
-        delivered: rows in which keys arrive: without space if they are collected, and put in their places afterwards.
-        outgoing: rows of what leaves, also to the rank itself if they are collected.
-        arriving: contributions of other ranks to its keys.
-        sends: something leaves to another rank.
-        collected: the runs from one rank to another are one message.
-    """
-
-    queries: int
-    local: int
-    fetched: int
-    delivered: int
-    outgoing: int
-    arriving: int
-    sends: bool
-    collected: bool
-
-
 def delivered_rows(runs: Sequence[Fetch], together: bool) -> int:
     """Return the rows in which the keys of a rank arrive, where runs come one by one or ``together``."""
     return sum(run.length for run in runs) if together else buffer_rows(runs)
-
-
-def bytes_of_groups(x: Sizes, s: Shape, groups: Sequence[slice], kernel: float, backward: bool) -> int:
-    """Return the peak of a gather by messages in addition to inputs and results: the most of the moments in which keys
-    arrive and gradients leave, group by group of heads.
-
-    Args:
-        kernel: bytes that a kernel needs for itself.
-    """
-    shares = [0.0, *((g.stop - g.start) / s.kv_heads for g in groups), 0.0]
-    key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
-    results = x.queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-    collects = x.outgoing + max(x.local, x.delivered)
-    starts = collects if x.collected else max((1 + (s.batch > 1)) * x.local, x.local + x.fetched)
-    moving = x.sends * x.outgoing + x.delivered
-    moments = [shares[1] * starts * key - (not backward) * results]
-    for i, (before, now, after) in enumerate(zip(shares, shares[1:], shares[2:], strict=False)):
-        arrives = (now * x.fetched + max(x.collected * now * x.delivered, after * starts)) * key
-        attends = (now * x.fetched + after * moving) * key
-        if not backward:  # the whole output is made after the first group's
-            some = (len(groups) > 1) * now * results
-            moments += [arrives - (i == 0) * results, attends + some]
-            moments += [attends + kernel + some - (i == 0 and len(groups) > 1) * results]
-            continue
-        flight, made = before * (x.delivered + x.arriving) * gradient, now * x.fetched * gradient
-        moments += [arrives + flight, attends + flight + made + kernel]
-        if i:  # the sums of the group before
-            moments += [attends + flight + made + before * x.local * gradient]
-        moments += [attends + now * (x.delivered + max(x.collected * x.fetched, x.arriving)) * gradient]
-    if not backward:
-        return round(s.batch * max(0.0, *moments))
-    moments += [shares[-2] * (x.delivered + x.arriving + x.local) * gradient]
-    peak = max(moments) + row_bytes(x.queries, s, backward) + x.local * gradient
-    return round(s.batch * s.beyond_results(x.queries, x.local, peak))
 
 
 def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool) -> float:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..memo import Memo
 from . import driver
-from .link import KIND_NAMES, Exchanges, Link, Signal
+from .link import KIND_NAMES, Exchanges, Link
 from .pull import FetchBuffers
 from .watchdog import IN_GRAPH, MOVED, MOVING, READY
 
@@ -59,31 +59,25 @@ class Captured(Exchanges):
     """
 
     def __init__(self, link: Link, number: int) -> None:
-        super().__init__(link.rank, link.world_size, link.device, link.pad)
+        super().__init__(link.rank, link.world_size, link.device, link.pad, len(KIND_NAMES))
         self.number, self._link = number, weakref.proxy(link)
         self.pulling, self.pushing, self.moving = link.pulling, link.pushing, link.moving
         self.timed_out, self.words, self.stored = link.timed_out, link.words, link.stored
         self.main = self.current_stream()  # of the latest call
-        kinds, board = range(len(KIND_NAMES)), link.board
+        kinds, board = range(self._first, _CLEARED), link.board
         shown = () if board is None else (board.pinned(MOVING), board.pinned(MOVED))
-        incoming = [self._incoming(kind) for kind in kinds]
-        self._waits = [driver.Words(words) for words in incoming]
-        self._shown = [_Waited(incoming[kind], IN_GRAPH + kind, shown) for kind in kinds]
-        self._signals = [self._outgoing(kind) for kind in kinds]
+        incoming = list(map(self._incoming, kinds))
+        self._waits = list(map(driver.Words, incoming))
+        self._shown = [_Waited(words, IN_GRAPH + kind, shown) for kind, words in enumerate(incoming)]
+        self._signals = [driver.Words(self._outgoing(kind)) for kind in kinds]
         self._begin(shown, [address for words in incoming for address in words])
 
     def _begin(self, shown: tuple[int, ...], words: list[int]) -> None:
-        main, incoming = self.current_stream(), [self._word(self.rank, _CLEARED, peer) for peer in self.peers]
+        main, incoming = self.current_stream(), self._incoming(_CLEARED)
         driver.Words(words).write(main, 0)
-        self._link.flags_of_graphs.zero_()
-        driver.Words([self._word(peer, _CLEARED, self.rank) for peer in self.peers]).write(main, 1)
+        self._link.flags[1].zero_()
+        driver.Words(self._outgoing(_CLEARED)).write(main, 1)
         _Waited(incoming, IN_GRAPH + READY, shown, incoming).wait(main, 1)
-
-    def _incoming(self, kind: int) -> list[int]:
-        return [self._word(self.rank, kind + len(KIND_NAMES), peer) for peer in self.peers]
-
-    def _outgoing(self, kind: int) -> driver.Words:
-        return driver.Words([self._word(peer, kind + len(KIND_NAMES), self.rank) for peer in self.peers])
 
     @property
     def counters(self) -> Memo[Any]:  # type: ignore[override]
@@ -91,17 +85,11 @@ class Captured(Exchanges):
         pass, whose copies wait for them."""
         return Memo(1 << 10)
 
-    def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        self._signals[kind].write(stream, epoch)
-
-    def signal_of(self, kind: int, epoch: int) -> Signal:
-        return self._link.signal_of(kind + len(KIND_NAMES), epoch)
-
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         if stream == self.current_stream():
             self._shown[kind].wait(stream, epoch)
         else:
-            self._waits[kind].wait(stream, epoch)
+            super().wait_for(stream, kind, epoch)
 
     def prepare(self, key: object, make: Callable[[Link], T]) -> T:
         link = self._link

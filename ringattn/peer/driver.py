@@ -144,21 +144,20 @@ class Words:
 
     def __init__(self, addresses: Sequence[int], before: Sequence[int] = (), after: Sequence[int] = ()) -> None:
         kinds = ((_WRITE, before), (_WAIT, addresses), (_WRITE, after))
-        self.count = len(addresses)
-        self._waits = _batches([(kind, address) for kind, some in kinds for address in some])
-        self._writes = _batches([(_WRITE, address) for address in addresses])
+        self.waits = _batches([(kind, address) for kind, some in kinds for address in some])
+        self.writes = _batches([(_WRITE, address) for address in addresses])
 
     @recorded
     def wait(self, stream: torch.cuda.Stream, value: int | Sequence[int]) -> None:
         """Make work queued on ``stream`` from now on wait until every word has reached ``value``, or each its own of
         several values, among them those that are written before and after."""
-        self._queue(stream, self._waits, value)
+        self._queue(stream, self.waits, value)
 
     @recorded
     def write(self, stream: torch.cuda.Stream, value: int) -> None:
         """Write ``value`` to the words, in their order, after all work queued on ``stream`` so far is done and visible
         to all devices."""
-        self._queue(stream, self._writes, value)
+        self._queue(stream, self.writes, value)
 
     def _queue(self, stream: torch.cuda.Stream, batches: list[_Batch], value: int | Sequence[int]) -> None:
         count = sum(batch.number for batch in batches)
@@ -175,20 +174,15 @@ class Words:
 
 @Words.wait.written
 def _written_wait(source: Source, words: Words, stream: torch.cuda.Stream, value: int) -> None:
-    _write_words(source, words._waits, stream, [f"{source.value(value)} & 0xFFFFFFFF"])
+    write_words(source, words.waits, stream, [f"{source.value(value)} & 0xFFFFFFFF"])
 
 
 @Words.write.written
 def _written_write(source: Source, words: Words, stream: torch.cuda.Stream, value: int) -> None:
-    _write_words(source, words._writes, stream, [f"{source.value(value)} & 0xFFFFFFFF"])
+    write_words(source, words.writes, stream, [f"{source.value(value)} & 0xFFFFFFFF"])
 
 
-def write_wait(source: Source, words: Words, stream: torch.cuda.Stream, values: Sequence[str]) -> None:
-    """Write a wait for words, each for its own value, into a program."""
-    _write_words(source, words._waits, stream, values)
-
-
-def _write_words(source: Source, batches: list[_Batch], stream: torch.cuda.Stream, values: Sequence[str]) -> None:
+def write_words(source: Source, batches: list[_Batch], stream: torch.cuda.Stream, values: Sequence[str]) -> None:
     """Write the calls of the driver for some words into a program: all get one value, or each its own."""
     rest = iter(values)
     for array, operations, number in batches:

@@ -81,6 +81,7 @@ class Exchanges:
 
     Args:
         pad: memory of the words.
+        first: kind of its words.
 
     Attributes:
         epochs: the numbers of the last exchanges of ``KEYS`` and ``GRADIENTS``, and of the last one of ``WAVES``.
@@ -98,8 +99,11 @@ class Exchanges:
     pushing: torch.cuda.Stream
     moving: torch.cuda.Stream
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, pad: Region) -> None:
-        self.rank, self.world_size, self.device, self.pad = rank, world_size, device, pad
+    _signals: list[driver.Words]  # by kind, to the others
+    _waits: list[driver.Words]
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, pad: Region, first: int) -> None:
+        self.rank, self.world_size, self.device, self.pad, self._first = rank, world_size, device, pad, first
         self.peers = [(rank + i) % world_size for i in range(1, world_size)]  # no two ranks start with the same peer
         self.epochs = [0, 0, 0]
         self._exchanges = 0  # of keys and values
@@ -126,15 +130,15 @@ class Exchanges:
 
     def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Write ``epoch`` into the memory of every other rank after the work queued on ``stream`` so far."""
-        raise NotImplementedError
+        self._signals[kind].write(stream, epoch)
 
     def signal_of(self, kind: int, epoch: int) -> Signal:
         """Return the signal for a kernel that makes it when it is done."""
-        raise NotImplementedError
+        return Signal(self.words, self._first + kind, self.stored, epoch)
 
     def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
         """Make ``stream`` wait until every other rank has signalled ``epoch``."""
-        raise NotImplementedError
+        self._waits[kind].wait(stream, epoch)
 
     def copy(self, copies: driver.Copies, stream: torch.cuda.Stream, memory: Tensor | None = None) -> None:
         """Queue copies, whose sources are offsets in ``memory`` if that is given."""
@@ -150,6 +154,12 @@ class Exchanges:
     def _word(self, owner: int, kind: int, sender: int) -> int:
         """Return the address, mapped into this process, of a word of ``sender`` in the memory of ``owner``."""
         return self.pad.addresses[owner] + (kind * MAX_RANKS + sender) * WORD_BYTES
+
+    def _incoming(self, kind: int) -> list[int]:
+        return [self._word(self.rank, kind, peer) for peer in self.peers]
+
+    def _outgoing(self, kind: int) -> list[int]:
+        return [self._word(peer, kind, self.rank) for peer in self.peers]
 
 
 class Link(Exchanges):
@@ -173,20 +183,20 @@ class Link(Exchanges):
     ) -> None:
         if world_size > MAX_RANKS:
             raise ValueError(f"{world_size} ranks on one host; at most {MAX_RANKS} can access each other's memory")
-        super().__init__(rank, world_size, device, Region(*share(_PAD_BYTES)))
+        super().__init__(rank, world_size, device, Region(*share(_PAD_BYTES)), 0)
         self.share, self.board = share, board
         self._replaced = 0  # memory, so often
-        self._incoming, self._outgoing = [], []
+        self._signals, self._waits = [], []
         for kind in (READY, LANDED, FREE):
             seen = [] if board is None else [board.pinned(kind)]
             announced = [board.pinned(NEED_FREE)] if board is not None and kind == FREE else []
-            self._incoming.append(driver.Words([self._word(rank, kind, peer) for peer in self.peers], announced))
-            self._outgoing.append(driver.Words([*(self._word(peer, kind, rank) for peer in self.peers), *seen]))
+            self._waits.append(driver.Words(self._incoming(kind), announced))
+            self._signals.append(driver.Words([*self._outgoing(kind), *seen]))
         self._regions: list[Region | None] = [None, None]
         self._mailbox: Mailbox | None = None
         self._receive = torch.zeros(0, dtype=torch.uint8, device=device)
         self._receive_stream = self.current_stream()  # on which it was allocated
-        self._flags = torch.zeros(2, 0, FLAG_WORDS, dtype=torch.int32, device=device)
+        self.flags = torch.zeros(2, 0, FLAG_WORDS, dtype=torch.int32, device=device)
         self._flags_stream = self.current_stream()
         # Objects that hold addresses of the memory above; all are dropped when some of it is replaced.
         self.prepared: Memo[object] = Memo(_MAX_PREPARED)
@@ -231,25 +241,11 @@ class Link(Exchanges):
         self._replaced += 1
         self.prepared.clear()
 
-    def signal(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        self._outgoing[kind].write(stream, epoch)
-
-    def wait_for(self, stream: torch.cuda.Stream, kind: int, epoch: int) -> None:
-        self._incoming[kind].wait(stream, epoch)
-
-    def signal_of(self, kind: int, epoch: int) -> Signal:
-        return Signal(self.words, kind, self.stored, epoch)
-
     def settle(self) -> None:
         if self.settles:  # replays of all ranks, which may have come since: no words say so here
             stream, epoch = self.current_stream(), self.next_epoch(KEYS)
             self.signal(stream, READY, epoch)
             self.wait_for(stream, READY, epoch)
-
-    @property
-    def flags_of_graphs(self) -> Tensor:
-        """All ready flags of captured graphs."""
-        return self._flags[1]
 
     def begin_capture(self, capture: Exchanges | None) -> None:
         """Note that graphs use this link's memory from now on: those of another rank if this one has none."""
@@ -258,7 +254,7 @@ class Link(Exchanges):
 
     def keep(self, prepared: T) -> T:
         """Keep for ever what was prepared, and the memory: a graph uses it from now on."""
-        self._kept[prepared] = (tuple(self._regions), self._receive, self._flags)
+        self._kept[prepared] = (tuple(self._regions), self._receive, self.flags)
         return prepared
 
     # ---------------------------------------------------------------- memory
@@ -290,15 +286,13 @@ class Link(Exchanges):
     def ready_flags(self, rows: int) -> Tensor:
         """Return ready flags of at least ``rows`` rows, (2, rows, FLAG_WORDS) int32, the same memory in every call: of
         calls, and of captured graphs."""
-        if self._flags.shape[1] < rows:
+        if self.flags.shape[1] < rows:
             self._forget()
             self._flags_stream.wait_stream(self.current_stream())  # as in receive_buffer
             self._flags_stream = self.current_stream()
             with lasting():
-                self._flags = torch.full(
-                    (2, rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device
-                )
-        return self._flags
+                self.flags = torch.full((2, rows, FLAG_WORDS), self.epochs[KEYS], dtype=torch.int32, device=self.device)
+        return self.flags
 
     def mailbox(self) -> Mailbox | None:
         """Return this rank's mailbox, which all ranks make together in the first call; None in the capture of a CUDA

@@ -68,7 +68,7 @@ class Counters:
 @Counters.wait.written
 def _written_wait(source: Source, counters: Counters, stream: torch.cuda.Stream, indices: tuple[int, ...]) -> None:
     before = source.name(counters.before)
-    driver.write_wait(source, counters._words_of(indices), stream, [f"{before}[{i}]" for i in indices])
+    driver.write_words(source, counters._words_of(indices).waits, stream, [f"{before}[{i}]" for i in indices])
 
 
 class _Pushed(NamedTuple):
