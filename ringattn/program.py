@@ -183,13 +183,13 @@ class Source:
                 self.lines.append(f"del {root.name}")
         self.lines.append(text)
 
-    def name(self, x: object, letter: str = "c") -> str:
+    def name(self, x: object) -> str:
         """Return a name for an object; numbers stand for themselves."""
         if type(x) in (int, bool, type(None)):
             return repr(x)
         self._count += 1
-        self.names[f"{letter}{self._count}"] = x
-        return f"{letter}{self._count}"
+        self.names[f"c{self._count}"] = x
+        return f"c{self._count}"
 
     def value(self, x: Any) -> str:
         """Return an expression for an argument: a tensor, an Epoch, a list or tuple of arguments, or a constant."""

@@ -57,6 +57,21 @@ class Shape:
         """Elements of one query's (m, l, o)."""
         return self.q_heads * (self.value_dim + 2)
 
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of one query's out and lse."""
+        return self.q_heads * (self.value_dim * self.itemsize + self.state_itemsize)
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of one query's q, dout, lse and delta."""
+        return self.q_heads * ((self.head_dim + self.value_dim) * self.itemsize + 2 * self.state_itemsize)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one query's dq and two numbers in a backward."""
+        return self.q_heads * (self.head_dim + 2) * self.state_itemsize
+
     def beyond_results(self, queries: int, keys: int, peak: float) -> float:
         """Return the peak of bytes of a backward in addition to the gradients of q, k and v, for one batch element.
 

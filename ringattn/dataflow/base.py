@@ -66,9 +66,18 @@ class Call:
 
     def no_keys(self) -> Result:
         """Return the result of queries that meet no key: zeros, and -inf or the sink."""
-        state = Partial.empty_like(self.q, self.v)
-        out, lse = (state if self.score.sink is None else state.add_sink(self.score.sink)).finalize()
+        return self.result(Partial.empty_like(self.q, self.v), self.score.sink)
+
+    def result(self, state: Partial, sink: Tensor | None) -> Result:
+        """Return the result of queries from their state over all keys, and the sink."""
+        out, lse = (state if sink is None else state.add_sink(sink)).finalize()
         return Result(out.to(self.q.dtype), lse)
+
+    def empty_result(self) -> Result:
+        """Return memory for the result of the call."""
+        batch, seq, heads, _ = self.q.shape
+        lse = self.q.new_empty((batch, heads, seq), dtype=self.accumulation_dtype)
+        return Result(self.q.new_empty((batch, seq, heads, self.v.shape[3])), lse)
 
 
 class Gradients(NamedTuple):

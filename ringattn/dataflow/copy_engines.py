@@ -20,7 +20,7 @@ from ..shape import Shape
 from ..trace import named
 from .base import Call
 from .gathered import gathered_block, head_waves
-from .messages import Messages, row_bytes
+from .messages import Messages
 from .routes import tokens_sent
 from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
@@ -167,7 +167,7 @@ class CopyEngines(Transfer):
         most = max(g.stop - g.start for g in groups)
         contributions = self.contribution_bytes(shape, together * buffer_rows(self.plan.fetches[self.plan.rank]), most)
         dq = shape.batch * self.plan.local_lengths[self.plan.rank] * shape.q_heads * shape.head_dim * shape.itemsize
-        rows = shape.batch * row_bytes(self.plan.local_lengths[self.plan.rank], shape, backward)
+        rows = shape.batch * self.plan.local_lengths[self.plan.rank] * shape.row_bytes
         return self.kept_bytes(shape, backward) + rows + max(contributions - dq, 0)
 
     def kept_bytes(self, s: Shape, backward: bool) -> int:
@@ -186,7 +186,7 @@ class CopyEngines(Transfer):
         """Return the bytes of a wave's output, before it is put in its place, and of the states under a union."""
         cut, queries = self.waves(s, False), self.plan.local_lengths[self.plan.rank]
         heads, _ = _in_memory(cut)
-        output = heads * (s.q_heads // s.kv_heads) * (s.value_dim * s.itemsize + s.state_itemsize)
+        output = heads * s.result_bytes // s.kv_heads
         states = self.plan.mask.is_union * heads * s.batch * queries * s.state_elements // s.kv_heads
         return (len(cut) > 1) * s.batch * queries * output + states * s.state_itemsize
 

@@ -66,8 +66,7 @@ class Gather(Dataflow):
                 result = done
                 continue
             if result is None:
-                out = q.new_empty((*q.shape[:3], call.v.shape[3]))
-                result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
+                result = call.empty_result()
             part.queries(result.out, 2)[:], part.queries(result.lse, 1)[:] = done
             del done, part  # before the next part's are made
         return call.no_keys() if result is None else result

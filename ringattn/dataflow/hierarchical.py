@@ -24,7 +24,7 @@ from ..layouts.schedule import buffer_rows
 from ..shape import Shape
 from ..transport.pending import Pending
 from .base import Call
-from .messages import Messages, delivered_rows, kernel_bytes, part_of, row_bytes
+from .messages import Messages, delivered_rows, kernel_bytes, part_of
 from .routes import Delivery, start, tokens_of
 from .transfer import Hierarchical, Part, Waits
 
@@ -71,7 +71,7 @@ class HierarchicalMessages(Hierarchical, Messages):
         shares = [0.0, 0.0, 0.0, *((g.stop - g.start) / s.kv_heads for g in cut), 0.0, 0.0]
         kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
         key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
-        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        results = queries * s.result_bytes
         moments = []
         # The group c is attended, d is inside of the node and e on the network; their gradients are two turns later.
         for i, (a, b, c, d, e) in enumerate(zip(*(shares[j:] for j in range(5)), strict=False), -1):
@@ -96,7 +96,7 @@ class HierarchicalMessages(Hierarchical, Messages):
         before, last = shares[-4:-2]
         moments += [(last * (delivered + arriving) + max(before * (extended + sent), last * extended)) * gradient]
         moments += [last * (extended + sent) * gradient]
-        peak = max(moments) + row_bytes(queries, s, backward) + own * gradient
+        peak = max(moments) + queries * s.row_bytes + own * gradient
         return round(s.batch * s.beyond_results(queries, own, peak))
 
 

@@ -23,7 +23,6 @@ from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
-from .messages import row_bytes
 from .routes import start, tokens_of
 from .transfer import GradientReturn, Hierarchical
 
@@ -97,7 +96,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
         if not backward:
             return total + self.wave_bytes(s)
         rows = min(2, len(cut)) * heads * (buffer_rows(self.plan.fetches[rank]) + extended + sent)
-        total += s.batch * row_bytes(self.plan.local_lengths[rank], s, backward)
+        total += s.batch * self.plan.local_lengths[rank] * s.row_bytes
         return total + self.contribution_bytes(s, rows, heads)
 
 

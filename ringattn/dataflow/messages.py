@@ -91,7 +91,7 @@ class Messages(Transfer):
         shares = [0.0, *((g.stop - g.start) / s.kv_heads for g in groups), 0.0]
         kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
         key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
-        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        results = queries * s.result_bytes
         collects = outgoing + max(local, delivered)
         starts = collects if collected else max((1 + (s.batch > 1)) * local, local + fetched)
         moving = (arriving > 0) * outgoing + delivered
@@ -112,7 +112,7 @@ class Messages(Transfer):
         if not backward:
             return round(s.batch * max(0.0, *moments))
         moments += [shares[-2] * (delivered + arriving + local) * gradient]
-        peak = max(moments) + row_bytes(queries, s, backward) + local * gradient
+        peak = max(moments) + queries * s.row_bytes + local * gradient
         return round(s.batch * s.beyond_results(queries, local, peak))
 
 
@@ -207,8 +207,3 @@ def kernel_bytes(plan: Plan, s: Shape, fetched: int, part: float, backward: bool
     if one_walk is not None:  # keys, with those that are repeated
         return part * len(one_walk.sources) * s.kv_elements * s.itemsize
     return (block is not None) * part * queries * (s.state_elements + s.q_heads) * s.state_itemsize  # and lse
-
-
-def row_bytes(queries: int, s: Shape, backward: bool) -> int:
-    """Return the bytes of dq and delta of one batch element."""
-    return queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize * backward

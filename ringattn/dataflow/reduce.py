@@ -34,9 +34,7 @@ class Reduce(Dataflow):
             visit.give(tuple(call.backend.forward(visit.shard[0], keys, score)))
         if circulation.home is None:
             return call.no_keys()
-        total = Partial(*circulation.home)
-        out, lse = (total if call.score.sink is None else total.add_sink(call.score.sink)).finalize()
-        return Result(out.to(call.q.dtype), lse)
+        return call.result(Partial(*circulation.home), call.score.sink)
 
     def backward(self, call: Call, queries: Queries) -> Gradients:
         plan, dtype = call.plan, call.accumulation_dtype
@@ -59,8 +57,7 @@ class Reduce(Dataflow):
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
         s = shape
         if backward:  # q, dout, lse, delta travel; dq comes home
-            shard = s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
-            return shard, s.q_heads * s.head_dim * s.state_itemsize
+            return s.query_bytes, s.q_heads * s.head_dim * s.state_itemsize
         return s.q_heads * s.head_dim * s.itemsize, s.state_elements * s.state_itemsize
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
@@ -80,7 +77,7 @@ class Reduce(Dataflow):
         if backward:
             rows = 2 * queries * s.q_heads * s.state_itemsize
             return round(s.batch * s.beyond_results(queries, keys, rows + peak))
-        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        results = queries * s.result_bytes
         # In the end the sum is there next to the results, and to the quotient that is cast.
         o = queries * s.q_heads * s.value_dim * s.state_itemsize
         return s.batch * max(peak - results, queries * s.state_elements * s.state_itemsize + o)

@@ -99,15 +99,14 @@ class Ring(Dataflow):
         shard, part = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
         if backward:
             scratch = scratch_bytes(plan, s, queries, self.own_blocks(plan))
-            rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
             peak = max(
                 moment.shards * shard + moment.contributions * part + moment.computing * scratch
                 for moment in moments(plan, lengths, True)
             )
-            return round(s.batch * s.beyond_results(queries, lengths[plan.rank], rows + peak))
+            return round(s.batch * s.beyond_results(queries, lengths[plan.rank], queries * s.row_bytes + peak))
         computing = [t for t, step in enumerate(plan.steps) if step.compute]
         carried = queries * s.state_elements * s.state_itemsize
-        results = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
+        results = queries * s.result_bytes
         first, last = (computing[0], computing[-1]) if computing else (0, 0)
         peak = 0
         for moment in moments(plan, lengths, False):

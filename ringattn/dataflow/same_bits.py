@@ -70,8 +70,7 @@ class SameBits(Dataflow):
             if len(cut) == 1:
                 return done
             if result is None:
-                out = q.new_empty((*q.shape[:3], v.shape[3]))
-                result = Result(out, done.lse.new_empty((q.shape[0], q.shape[2], q.shape[1])))
+                result = call.empty_result()
             result.out[:, :, q_heads], result.lse[:, q_heads] = done
             del k, v, done  # before the next wave's are made
         assert result is not None
@@ -116,8 +115,7 @@ class SameBits(Dataflow):
         state = call.backend.forward(q, keys[0], score.without_sink())
         for one in keys[1:]:
             state = state.add_(call.backend.forward(q, one, score.without_sink()))
-        out, lse = (state if score.sink is None else state.add_sink(score.sink)).finalize()
-        return Result(out.to(q.dtype), lse)
+        return call.result(state, score.sink)
 
     def sum_rows(self, plan: Plan, x: Tensor) -> Tensor:
         """Return the sums over all ranks on rank 0, and zeros on the others."""
@@ -140,7 +138,7 @@ class SameBits(Dataflow):
         return Traffic(*(tokens_sent([x.fetches for x in side], plan.world_size)[rank] for side in sides))
 
     def token_bytes(self, shape: Shape, backward: bool) -> tuple[int, int]:
-        return shape.kv_elements * shape.itemsize, _query_bytes(shape) * backward
+        return shape.kv_elements * shape.itemsize, shape.query_bytes * backward
 
     def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int:
         """Return an upper bound on the peak: one wave's tiles, next to what is sent and what has arrived; in the
@@ -150,17 +148,16 @@ class SameBits(Dataflow):
         share = max(heads.stop - heads.start for heads, _ in cut) / s.kv_heads
         peak = _moved(plan, of_keys) * s.kv_elements * s.itemsize * share
         if not backward:
-            output = queries * s.q_heads * (s.value_dim * s.itemsize + s.state_itemsize)
-            part = (len(cut) > 1) * share * output
+            part = (len(cut) > 1) * share * queries * s.result_bytes
             if plan.mask.is_union:  # two states, after the messages
                 states = 2 * queries * s.q_heads * (s.value_dim + 3) * s.state_itemsize
                 peak = max(peak, share * (of_keys(plan)[plan.rank].rows * s.kv_elements * s.itemsize + states))
             return round(s.batch * (peak + part))
         gradients = keys * s.kv_elements * s.state_itemsize
         statistics = of_queries(plan)[plan.rank].rows * s.q_heads * 2 * s.state_itemsize  # of whole tiles, on Hopper
-        theirs = (_moved(plan, of_queries) * _query_bytes(s) + statistics + gradients) * share
-        rows = queries * s.q_heads * (s.head_dim + 2) * s.state_itemsize
-        return round(s.batch * s.beyond_results(queries, keys, max(peak, theirs) + rows + gradients))
+        theirs = (_moved(plan, of_queries) * s.query_bytes + statistics + gradients) * share
+        peak = max(peak, theirs) + queries * s.row_bytes + gradients
+        return round(s.batch * s.beyond_results(queries, keys, peak))
 
     def meetings(self, plan: Plan) -> list[str]:
         def text(spans: tuple[range, ...]) -> str:
@@ -269,11 +266,6 @@ def _moved(plan: Plan, side: Side) -> int:
     carried = between[0].rows[rank]
     extended = side(plan)[rank].held + carried
     return max(moved(between[0]), extended + carried, extended + moved(last))
-
-
-def _query_bytes(s: Shape) -> int:
-    """Return the bytes of one token's q, dout, lse and delta."""
-    return s.q_heads * ((s.head_dim + s.value_dim) * s.itemsize + 2 * s.state_itemsize)
 
 
 SAME_BITS = SameBits()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -159,20 +159,25 @@ def whereabouts(calls: Calls, lines: bool) -> dict[str, int | float | str | bool
 def _training() -> str:
     """Return the training mode of the innermost module that is called."""
     call = torch.nn.Module.__call__.__code__
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         if frame.f_code is call:  # its locals are its arguments: to read those of others would keep them alive
             return "on" if frame.f_locals["self"].training else "off"
-        frame = frame.f_back
     return "unknown"
 
 
 def _line() -> str:
     """Return the lines that led here, outermost first, outside of libraries."""
-    lines: list[str] = []
+    lines = [
+        f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        for frame in _frames()
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+    ]
+    return " > ".join(reversed(lines)) or "not in the thread of a program"
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames that led here, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        yield frame
         frame = frame.f_back
-    return " > ".join(reversed(lines)) or "not in the thread of a program"

@@ -48,16 +48,6 @@ def interruptible(wait: Callable[[], Any], lost: Callable[[], bool] = lambda: Fa
     return task.result
 
 
-class Operation(Protocol):
-    """A message as torch describes it, with its tensor.
-
-    Attributes:
-        group_peer: the other rank.
-    """
-
-    group_peer: int
-
-
 class Pending(Protocol):
     """Messages that have been started."""
 
@@ -81,7 +71,7 @@ class Works:
         timeout: seconds to wait for them.
         device: of their tensors.
         tensors: kept alive until :meth:`wait`.
-        messages: the message of each of the works, if each has one; kept alive, too.
+        messages: of each of the works, if each has one: a ``P2POp`` of torch, with the other rank; kept alive, too.
     """
 
     health: Health
@@ -90,7 +80,7 @@ class Works:
     timeout: float
     device: torch.device
     tensors: object
-    messages: Sequence[Operation] = ()
+    messages: Sequence[Any] = ()
     _peer: int | None = field(default=None, init=False)  # of the message that the host waits for
 
     def wait(self) -> None:
