@@ -35,8 +35,8 @@ def test_neighbours_of_one_host_are_one_text() -> None:
 def cause_of_another(rank: OtherHosts, late: bool = False, other: int | None = None) -> tuple[int | None, str] | None:
     """Return what a rank hears from others when it fails."""
     answer = rank.tell(None, rank.guess(late, other))
-    assert answer.came.wait(GUARD)
-    return answer.cause(late)
+    assert answer.done.wait(GUARD)
+    return rank.cause(answer, late)
 
 
 def test_all_hear_of_the_rank_that_the_first_one_names() -> None:
@@ -52,7 +52,7 @@ def test_all_hear_of_the_rank_that_the_first_one_names() -> None:
 def test_a_rank_that_is_the_cause_replaces_guesses() -> None:
     first, second, third = ranks(HashStore(), 2, 5, 0)
     assert cause_of_another(first, other=5) is None
-    second.tell(5, "rank 5 failed with MemoryError: no room").came.wait(GUARD)
+    second.tell(5, "rank 5 failed with MemoryError: no room").done.wait(GUARD)
     for rank in (first, third):
         for late in (False, True):
             assert cause_of_another(rank, late) == (5, "rank 5 failed with MemoryError: no room, as rank 5 on c says")
@@ -104,7 +104,7 @@ def test_what_another_rank_says_is_the_cause_of_a_failure(monkeypatch: pytest.Mo
     monkeypatch.setattr(health, "_PATIENCE", GUARD)  # it is there at once
     here, (there,) = Health(0, 7), ranks(store := HashStore(), 5)
     (here.others,) = ranks(store, 0)
-    there.tell(5, "rank 5 failed with MemoryError: no room").came.wait(GUARD)
+    there.tell(5, "rank 5 failed with MemoryError: no room").done.wait(GUARD)
     error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - 10, 10.0, 3)
     assert (type(error), error.peer) == (TimedOut, 5)
     assert error.cause == "rank 5 failed with MemoryError: no room, as rank 5 on c says"

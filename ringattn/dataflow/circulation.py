@@ -79,7 +79,7 @@ class Circulation(Generic[S]):
         for t, step in enumerate(steps):
             arriving = so_far = coming_home = None
             if step.shard_from is not None:
-                arriving = self._new_shard(steps[t + 1].owner)
+                arriving = tuple(self._empty(x.shape, x.dtype, steps[t + 1].owner) for x in self.shard)
             sends, receives = _to(step.shard_to, self._current), _to(step.shard_from, arriving)
             if contributes:
                 so_far = self._new_contribution(step.owner) if step.part_from is not None else None
@@ -113,9 +113,6 @@ class Circulation(Generic[S]):
             return b if a is None else a
         assert self.contribution is not None
         return self.contribution.add(a, b)
-
-    def _new_shard(self, owner: int | None) -> S:
-        return cast(S, tuple(self._empty(x.shape, x.dtype, owner) for x in self.shard))
 
     def _new_contribution(self, owner: int | None) -> Tensors:
         assert self.contribution is not None

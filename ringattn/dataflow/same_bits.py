@@ -228,24 +228,20 @@ def _head_waves(plan: Plan, s: Shape, backward: bool) -> list[tuple[slice, slice
 
 
 def _some_keys(keys: Keys, rows: slice) -> Keys:
-    if rows == slice(0, keys.block.seq_k):
-        return keys
-    block = keys.block.memo.once(
-        ("keys", rows.start, rows.stop), lambda: _part(keys.block, slice(0, keys.block.seq_q), rows)
-    )
-    return Keys(keys.k[:, rows], keys.v[:, rows], block)
+    return Keys(keys.k[:, rows], keys.v[:, rows], _part(keys.block, slice(0, keys.block.seq_q), rows))
 
 
 def _some_queries(queries: Queries, block: Block, rows: slice) -> tuple[Queries, Block]:
-    if rows == slice(0, block.seq_q):
-        return queries, block
     q, dout, lse, delta = queries
-    part = block.memo.once(("queries", rows.start, rows.stop), lambda: _part(block, rows, slice(0, block.seq_k)))
+    part = _part(block, rows, slice(0, block.seq_k))
     return Queries(q[:, rows], dout[:, rows], lse[..., rows], delta[..., rows]), part
 
 
 def _part(block: Block, queries: slice, keys: slice) -> Block:
-    return replace(long_sums.sub_block(block, queries, keys), max_keys_per_query=None)
+    if queries == slice(0, block.seq_q) and keys == slice(0, block.seq_k):
+        return block
+    key = "part", queries.start, queries.stop, keys.start, keys.stop
+    return block.memo.once(key, lambda: replace(long_sums.sub_block(block, queries, keys), max_keys_per_query=None))
 
 
 # What moves

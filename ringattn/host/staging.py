@@ -19,22 +19,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import strided as pitched
-
-
-class Stream(Protocol):
-    """What :class:`torch.cuda.Stream` offers, as far as it is used here."""
-
-    def record_event(self) -> Any: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class _Idle:
@@ -54,9 +44,9 @@ class Engines:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         cuda = device.type == "cuda"
-        self.compute: Stream = torch.cuda.current_stream(device) if cuda else _Idle()
-        self.fetch: Stream = torch.cuda.Stream(device) if cuda else _Idle()
-        self.leave: Stream = torch.cuda.Stream(device) if cuda else _Idle()
+        self.compute: Any = torch.cuda.current_stream(device) if cuda else _Idle()
+        self.fetch: Any = torch.cuda.Stream(device) if cuda else _Idle()
+        self.leave: Any = torch.cuda.Stream(device) if cuda else _Idle()
 
     def holds(self, x: Tensor) -> bool:
         """Return whether kernels read and write this tensor where it is."""

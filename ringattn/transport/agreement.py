@@ -6,6 +6,7 @@ Numbers are compared as they are, names by a hash; the text carries the names, o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ _TEXT_BYTES = 8 * _TEXT_WORDS
 _ORDER = ("call", "plans", "calls", "line", "grad_mode", "training", "forward")  # differ where ranks are elsewhere
 
 
+@dataclasses.dataclass
 class Agreement:
     """A comparison of all ranks that has been started.
 
@@ -38,19 +40,13 @@ class Agreement:
         failed: the error that :meth:`check` has raised.
     """
 
-    def __init__(
-        self,
-        call: str,
-        fields: Mapping[str, Value],
-        rows: Callable[[], Tensor] | None,
-        advice: Mapping[str, str] | None = None,
-        elsewhere: Callable[[], None] = lambda: None,
-        ranks: Sequence[int] = (),
-    ) -> None:
-        self._ranks = ranks
-        self._call, self._fields, self._rows, self._advice = call, fields, rows, advice or {}
-        self._elsewhere = elsewhere
-        self.failed: ValueError | None = None
+    call: str
+    fields: Mapping[str, Value]
+    rows: Callable[[], Tensor] | None
+    advice: Mapping[str, str] | None = None
+    elsewhere: Callable[[], None] = lambda: None
+    ranks: Sequence[int] = ()
+    failed: ValueError | None = dataclasses.field(default=None, init=False)
 
     def check(self) -> None:
         """Wait for all ranks and compare, once; an error is raised again in every later call.
@@ -61,19 +57,19 @@ class Agreement:
         """
         if self.failed is not None:
             raise self.failed
-        if self._rows is None:
+        if self.rows is None:
             return
-        rows, self._rows = self._rows(), None
+        rows, self.rows = self.rows(), None
         try:
-            compare(self._call, self._fields, rows, self._ranks)
+            compare(self.call, self.fields, rows, self.ranks)
         except Disagreement as differs:
-            advice = self._advice.get(differs.field)
+            advice = (self.advice or {}).get(differs.field)
             text = str(differs) if advice is None else f"{differs}. {advice}"
             self.failed = type(differs)(text, differs.call, differs.field, differs.values)
         except RankFailed as other:
             self.failed = other
         if isinstance(self.failed, Desynchronized):
-            self._elsewhere()
+            self.elsewhere()
         if self.failed is not None:
             raise self.failed
 

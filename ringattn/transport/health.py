@@ -245,7 +245,7 @@ class Health:
         text = in_short(error) + where
         if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() tells those
             name = rank_name(self.rank, self.ranks)
-            self.others.tell(self.rank, f"{name} failed with {text}").came.wait(_PATIENCE)
+            self.others.tell(self.rank, f"{name} failed with {text}").done.wait(_PATIENCE)
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed):
@@ -312,12 +312,12 @@ class Health:
             time.sleep(0.02)  # a process closes its connections shortly before it is dead
             peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True, other=other)
             if others is not None and peer is not None:
-                others.tell(peer, cause).came.wait(_PATIENCE)
-            elif answer is not None and (of_another := answer.cause(late)) is not None:
-                return of_another
+                others.tell(peer, cause).done.wait(_PATIENCE)
+            elif others is not None and answer is not None and (named := others.cause(answer, late)) is not None:
+                return named
             if cause:
                 return peer, cause
-            if board is None and (answer is None or answer.came.is_set()):
+            if board is None and (answer is None or answer.done.is_set()):
                 break
         peer = None
         if board is None and others is None and self.arrivals is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,36 +25,6 @@ class Notice(NamedTuple):
     rank: int
     peer: int | None
     text: str
-
-
-class Answer:
-    """What the store answers to a rank that has told why it failed.
-
-    Args:
-        ranks: those that it is from.
-
-    Attributes:
-        came: set when the store has answered, or is known to be gone.
-        notice: the one that is in the store; None until it has answered.
-    """
-
-    def __init__(self, ranks: OtherHosts) -> None:
-        self._ranks = ranks
-        self.came = threading.Event()
-        self.notice: Notice | None = None
-
-    def cause(self, late: bool) -> tuple[int | None, str] | None:
-        """Return the rank that another rank has named, None if it did not know one, and how; None if no other rank has
-        told anything.
-
-        Args:
-            late: whether the time limit of this rank has passed. Those of others may have passed with it, and what
-                they waited for is not a cause.
-        """
-        notice = self.notice
-        if notice is None or notice.rank == self._ranks.rank or (late and notice.peer is None):
-            return None
-        return notice.peer, f"{notice.text}, as {self._ranks.name(notice.rank)} says"
 
 
 class OtherHosts:
@@ -101,22 +70,36 @@ class OtherHosts:
             return f"this rank waits for {there}"
         return f"the connection to {there} is lost: that rank has died, or has failed because of another one"
 
-    def tell(self, peer: int | None, text: str) -> Answer:
-        """Tell the other ranks why this one fails. A text that names no cause does not replace one that is there."""
-        own, answer = Notice(self.rank, peer, text), Answer(self)
+    def tell(self, peer: int | None, text: str) -> background.Task:
+        """Tell the other ranks why this one fails. A text that names no cause does not replace one that is there.
 
-        def ask() -> None:
-            try:
-                if peer is not None:
-                    self._store.set(self._key, json.dumps(own))
-                    answer.notice = own
-                else:
-                    answer.notice = Notice(*json.loads(self._store.compare_set(self._key, "", json.dumps(own))))
-            except Exception:  # its host is gone, or the group
-                pass
-            finally:
-                answer.came.set()
+        Returns:
+            The task that asks the store, whose result is the notice that is there then, None if it is known to be gone.
+        """
+        own = Notice(self.rank, peer, text)
 
-        if background.start(ask) is None:
-            answer.came.set()
-        return answer
+        def ask() -> Notice:  # raises where the store's host is gone, or the group
+            if peer is None:
+                return Notice(*json.loads(self._store.compare_set(self._key, "", json.dumps(own))))
+            self._store.set(self._key, json.dumps(own))
+            return own
+
+        task = background.start(ask)
+        if task is None:
+            task = background.Task(ask)
+            task.done.set()
+        return task
+
+    def cause(self, told: background.Task, late: bool) -> tuple[int | None, str] | None:
+        """Return the rank that another rank has named, None if it did not know one, and how; None if no other rank has
+        told anything.
+
+        Args:
+            told: what :meth:`tell` has returned.
+            late: whether the time limit of this rank has passed. Those of others may have passed with it, and what
+                they waited for is not a cause.
+        """
+        notice: Notice | None = told.result
+        if notice is None or notice.rank == self.rank or (late and notice.peer is None):
+            return None
+        return notice.peer, f"{notice.text}, as {self.name(notice.rank)} says"
