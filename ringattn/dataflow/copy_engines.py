@@ -102,14 +102,13 @@ class CopyEngines(Transfer):
         key = ("fetch buffers", self.plan.handle, *(wave.stop for wave in cut), k.shape, v.shape, k.dtype)
         return link, link.prepare(key, lambda link: FetchBuffers(link, k, v, self.pattern, cut))
 
-    def push(self, call: Call) -> Push:
-        """Return the contributions of a call, which are pushed to the ranks of the link."""
+    def give_back(self, call: Call) -> GradientReturn:
         kv, link, cut = (call.k, call.v), self.link, self.waves(call.shape, backward=True)
         assert link is not None
         key = ("gradient buffers", self.plan.handle, call.k.shape, call.v.shape, call.k.dtype)
         dtype = call.accumulation_dtype
         targets = link.prepare(key, lambda link: GradientBuffers(link, kv, dtype, self.pattern, cut))
-        return Push(link, targets, kv, self.stores(call.shape, True))
+        return self.push(call, link, targets)
 
     def stored(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a call, which kernels have stored."""
@@ -121,6 +120,10 @@ class CopyEngines(Transfer):
     def pull(self, call: Call, link: Exchanges, buffers: FetchBuffers, in_place: bool) -> Pull:
         """Return the keys and values of a call, which are pulled wave by wave."""
         return Pull(link, buffers, call.k, call.v, in_place)
+
+    def push(self, call: Call, link: Exchanges, targets: GradientBuffers) -> Push:
+        """Return the contributions of a call, which are pushed to the ranks of the link."""
+        return Push(link, targets, (call.k, call.v), self.stores(call.shape, True))
 
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
         if self.stores(call.shape, backward):
@@ -152,9 +155,6 @@ class CopyEngines(Transfer):
                 some = Keys(keys.k[:, :, g], keys.v[:, :, g], block)
                 yield Part(wave, g, q_heads, some, len(cut) == len(groups) == 1, i == 0, i == len(groups) - 1)
             pull.release(wave)
-
-    def give_back(self, call: Call) -> GradientReturn:
-        return self.push(call)
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
         """Return what is allocated if the kernel waits for keys itself; other kernels take the output of a group of

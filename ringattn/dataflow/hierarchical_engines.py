@@ -13,18 +13,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.contract import CompletionCounts
 from ..layouts.schedule import buffer_rows, carried_waves
 from ..peer.carry import CarriedPull
 from ..peer.link import Exchanges
 from ..peer.pull import FetchBuffers, Pattern, Pull
+from ..peer.push import GradientBuffers, Push
 from ..program import not_repeatable
 from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
 from .hierarchical import HierarchicalMessages
 from .routes import start, tokens_of
-from .transfer import GradientReturn, Hierarchical
+from .transfer import Hierarchical
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
 
         return CarriedPull(link, buffers, call.k, call.v, move)
 
-    def give_back(self, call: Call) -> GradientReturn:
-        return PushedToCarriers(call, self)
+    def push(self, call: Call, link: Exchanges, targets: GradientBuffers) -> Push:
+        return PushedToCarriers(self, call, link, targets)
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
         """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries,
@@ -100,31 +100,24 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
         return total + self.contribution_bytes(s, rows, heads)
 
 
-class PushedToCarriers(GradientReturn):
+class PushedToCarriers(Push):
     """Gradients that are pushed to the carriers of the keys, and their sums, which go to the owners by messages: while
     those of one wave cross the network, the next one is attended."""
 
-    def __init__(self, call: Call, transfer: HierarchicalEngines) -> None:
+    def __init__(self, transfer: HierarchicalEngines, call: Call, link: Exchanges, targets: GradientBuffers) -> None:
         not_repeatable("messages carry gradients")
-        self.push, self.transport = transfer.push(call), call.plan.transport
-        self.link, self.waves = self.push.link, self.push.targets.waves
-        self.dk, self.dv = self.push.dk, self.push.dv
+        super().__init__(link, targets, (call.k, call.v))
+        self.transport = call.plan.transport
         self.network = transfer.messages.routes(0, call.k.device)
         self.own, self.extended = transfer.tokens
         self.moving: list[tuple[int, Tensor, Sequence[tuple[slice, Tensor]], torch.cuda.Event]] = []
 
-    def buffers(self, wave: int) -> tuple[Tensor, Tensor]:
-        return self.push.buffers(wave)
-
-    def start(self, wave: int, counts: CompletionCounts | None) -> None:
-        self.push.start(wave, counts)
-
     def finish(self, wave: int) -> None:
-        targets, heads = self.push.targets, self.waves[wave]
+        targets, heads = self.targets, self.targets.waves[wave]
         shape = self.extended, targets.batch, heads.stop - heads.start, targets.width
         sums = torch.empty(shape, dtype=targets.dtype, device=self.dk.device)
         rows = sums.transpose(0, 1)
-        self.push.sum_into(wave, rows[..., : targets.dim], rows[..., targets.dim :])
+        self.sum_into(wave, rows[..., : targets.dim], rows[..., targets.dim :])
         self._arrive()
         returned = self.network.give_back(sums[self.own :])
         main, stream = self.link.current_stream(), self.link.moving  # after the messages that bring keys
@@ -134,14 +127,14 @@ class PushedToCarriers(GradientReturn):
         event = torch.cuda.Event()
         event.record(stream)
         self.moving.append((wave, sums, returned.pieces, event))
-        if wave + 1 == len(self.waves):
+        if wave + 1 == len(targets.waves):
             self._arrive()
 
     def _arrive(self) -> None:
         """Add what has come from other nodes for the last wave, and store the sums of this rank's own tokens."""
         for wave, sums, pieces, event in self.moving:
             self.link.current_stream().wait_event(event)
-            total, heads, dim = sums[: self.own], self.waves[wave], self.push.targets.dim
+            total, heads, dim = sums[: self.own], self.targets.waves[wave], self.targets.dim
             self.network.add(pieces, total)
             rows = total.transpose(0, 1)
             self.dk[:, :, heads].copy_(rows[..., :dim])

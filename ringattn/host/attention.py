@@ -224,7 +224,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, slopes, sink, call):  # type: ignore[no-untyped-def]
         with call.plan.transport.noting():
-            out, lse = _rows(q, v.shape[3], call), _lse(q, call)
+            out, lse = _results(q, v.shape[3], call)
         numbers: list[int] = []
 
         def compute(index: int, heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
@@ -282,15 +282,11 @@ def _pins(x: Tensor, call: _Call) -> bool:
     return x.device.type == "cpu" and call.device.type == "cuda"
 
 
-def _rows(q: Tensor, head_dim: int, call: _Call) -> Tensor:
-    """Return memory for the output, where q is: heads before tokens if q's are."""
+def _results(q: Tensor, head_dim: int, call: _Call) -> tuple[Tensor, Tensor]:
+    """Return memory for the output and lse, where q is: the output's heads before tokens if q's are."""
     batch, seq, heads, _ = q.shape
-    options: dict[str, Any] = dict(dtype=q.dtype, device=q.device, pin_memory=_pins(q, call))
+    place: dict[str, Any] = dict(device=q.device, pin_memory=_pins(q, call))
+    lse = torch.empty(batch, heads, seq, dtype=accumulation_dtype(q), **place)
     if q.stride(2) > q.stride(1):
-        return torch.empty(batch, heads, seq, head_dim, **options).transpose(1, 2)
-    return torch.empty(batch, seq, heads, head_dim, **options)
-
-
-def _lse(q: Tensor, call: _Call) -> Tensor:
-    batch, seq, heads, _ = q.shape
-    return torch.empty(batch, heads, seq, dtype=accumulation_dtype(q), device=q.device, pin_memory=_pins(q, call))
+        return torch.empty(batch, heads, seq, head_dim, dtype=q.dtype, **place).transpose(1, 2), lse
+    return torch.empty(batch, seq, heads, head_dim, dtype=q.dtype, **place), lse

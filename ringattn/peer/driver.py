@@ -368,21 +368,17 @@ def pin(address: int, size: int) -> int:
     return result.value
 
 
-def graphs_have_words(words: Words) -> bool:
-    """Return whether a CUDA graph can contain writes of words, by capturing one, which is never launched."""
-    return _can_capture(lambda stream: words.write(stream, 0))
-
-
 def graphs_wait() -> bool:
     """Return whether a CUDA graph can contain waits for words."""
     try:
         word = torch.zeros(1, dtype=torch.int32).pin_memory()
-        return _can_capture(lambda stream: Words([word.data_ptr()]).wait(stream, 0))
+        return can_capture(lambda stream: Words([word.data_ptr()]).wait(stream, 0))
     except (OSError, RuntimeError):  # no driver, or an older one
         return False
 
 
-def _can_capture(queue: Callable[[torch.cuda.Stream], object]) -> bool:
+def can_capture(queue: Callable[[torch.cuda.Stream], object]) -> bool:
+    """Return whether a CUDA graph can contain what ``queue`` queues, by capturing one, which is never launched."""
     stream, graph = torch.cuda.Stream(), ctypes.c_void_p()
     if _driver().begin_capture(stream.cuda_stream, 2):  # CU_STREAM_CAPTURE_MODE_RELAXED: other threads may do anything
         return False

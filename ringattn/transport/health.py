@@ -75,7 +75,7 @@ class Marks:
     def __init__(self, board: Board) -> None:
         moving, moved = board.pinned(watchdog.MOVING), board.pinned(watchdog.MOVED)
         self.moving, self.moved = driver.Words([moving]), driver.Words([moving, moved])
-        self.in_graphs = driver.graphs_have_words(self.moved)
+        self.in_graphs = driver.can_capture(lambda stream: self.moved.write(stream, 0))
 
 
 class Arrivals:
