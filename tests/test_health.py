@@ -121,11 +121,11 @@ def test_every_rank_of_this_host_is_compared_in_a_call(tmp_path: Path, other: in
 def test_what_a_rank_says_of_its_failure(tmp_path: Path) -> None:
     here, boards = with_board(tmp_path)
     here.fail(TimedOut(PLACE, None, 0.1, "nobody came"), "")
-    assert (boards[1].blamed(0), boards[1].text(0)) == (watchdog.UNKNOWN, "nobody came")
+    assert (boards[1].word(0, watchdog._BLAMED), boards[1].text(0)) == (watchdog.UNKNOWN, "nobody came")
     other, _ = with_board(tmp_path / "again")
     other.fail(LostPeer(PLACE, 2, 0.1, "rank 2 has died"), "")
     assert other.board is not None
-    assert (other.board.blamed(0), other.board.text(0)) == (2, "rank 2 has died")
+    assert (other.board.word(0, watchdog._BLAMED), other.board.text(0)) == (2, "rank 2 has died")
     other.leave()
     assert other.board.status(0) == watchdog.FAILED
 

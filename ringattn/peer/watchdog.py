@@ -34,8 +34,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# Words of 32 bits that streams write. The first three: the last epoch that a rank has signalled, by kind.
-READY, LANDED, FREE, NEED_FREE, MOVING, MOVED, MEET = range(7)
+# Words of 32 bits that streams write. The first three: the last epoch that a rank has signalled, by kind. The last two
+# are the host's: the rank that is the cause of a failure, and the round that began after a capture had failed.
+READY, LANDED, FREE, NEED_FREE, MOVING, MOVED, MEET, _BLAMED, _ROUND = range(9)
 RUNNING, FAILED, LEFT = 1, 2, 3  # states
 WAITS = (  # what a stream waits for, the word of its own rank that says so, and the word of the others
     ("the keys and values of exchange", READY, READY),
@@ -46,11 +47,10 @@ WAITS = (  # what a stream waits for, the word of its own rank that says so, and
 IN_GRAPH = 1 << 24  # more than steps of messages
 _HEAD = struct.Struct("<iiQdI")  # process, state, its start, time limit in seconds, number of calls begun
 _CALL = struct.Struct("<dI")  # its last two fields
-_NUMBER = struct.Struct("<i")
 ITSELF, UNKNOWN = -1, -2  # in the place of the rank that is the cause of a failure
-_BLAMED_AT, _ROUND_AT = _HEAD.size, _HEAD.size + _NUMBER.size
-_CALL_AT, _WORDS_AT, _NAME_AT, _TEXT_AT, _SHOWN_AT = _HEAD.size - _CALL.size, 64, 96, 192, 640
-_REFUSED_AT, _CALLS_AT, _ROW_BYTES = 896, 1152, 2048
+_CALL_AT, _WORDS_AT = _HEAD.size - _CALL.size, 64
+_NAME, _TEXT, _SHOWN, _REFUSED = (100, 192), (192, 640), (640, 896), (896, 1152)  # texts: from, to
+_CALLS_AT, _ROW_BYTES = 1152, 2048
 _CALLS = (_ROW_BYTES - _CALLS_AT) // 8  # the latest calls of a rank, one word each
 _NUMBERS = 1 << 30
 ROUND = 1 << 20  # calls of a round, more than ranks are apart, see :meth:`..transport.lockstep.Calls.restart`
@@ -167,7 +167,7 @@ class Board:
     def enter(self, limit: float, name: str = "") -> None:
         """Record that this rank runs in this process, its time limit in seconds, and its name in errors."""
         process = Process.own()
-        self._write(_NAME_AT, _TEXT_AT, name)
+        self._write(_NAME, name)
         _HEAD.pack_into(self.memory, self._row(self.rank), process.number, RUNNING, process.start, limit, 0)
 
     def begin(self, limit: float, call: CallMark, shown: str) -> None:
@@ -176,10 +176,10 @@ class Board:
         Args:
             shown: for errors: what the ranks must have in common in this call, or why this rank has refused it.
         """
-        self._write(*((_REFUSED_AT, _CALLS_AT) if call.refused else (_SHOWN_AT, _REFUSED_AT)), shown)
+        self._write(_REFUSED if call.refused else _SHOWN, shown)
         if call.opens:  # kept apart from the calls: many more may follow until another rank looks
-            self._write(_TEXT_AT, _SHOWN_AT, shown)
-            _NUMBER.pack_into(self.memory, self._row(self.rank) + _ROUND_AT, call.number // ROUND)
+            self._write(_TEXT, shown)
+            self.set_word(self.rank, _ROUND, call.number // ROUND)
         at, number = self._row(self.rank) + _CALLS_AT, call.number % _NUMBERS
         word = number << 34 | call.refused << 33 | call.compares << 32 | call.digest
         self._words[at // 8 + number % _CALLS] = word
@@ -192,18 +192,18 @@ class Board:
             blamed: the rank that is the cause, or ITSELF, or UNKNOWN.
         """
         if self.status(self.rank) == RUNNING:
-            _NUMBER.pack_into(self.memory, self._row(self.rank) + _BLAMED_AT, blamed)
-            self._write(_TEXT_AT, _SHOWN_AT, text)
+            self.set_word(self.rank, _BLAMED, blamed)
+            self._write(_TEXT, text)
             self._become(FAILED)
 
-    def _write(self, begin: int, end: int, text: str) -> None:
-        at = self._row(self.rank)
+    def _write(self, place: tuple[int, int], text: str) -> None:
+        begin, end = (self._row(self.rank) + at for at in place)
         space = end - begin
-        self.memory[at + begin : at + end] = text[:space].encode(errors="replace")[:space].ljust(space, b"\0")
+        self.memory[begin:end] = text[:space].encode(errors="replace")[:space].ljust(space, b"\0")
 
-    def _read(self, rank: int, begin: int, end: int) -> str:
-        at = self._row(rank)
-        return self.memory[at + begin : at + end].rstrip(b"\0").decode(errors="ignore")
+    def _read(self, rank: int, place: tuple[int, int]) -> str:
+        begin, end = (self._row(rank) + at for at in place)
+        return self.memory[begin:end].rstrip(b"\0").decode(errors="ignore")
 
     def leave(self) -> None:
         """Record that this rank no longer needs the group."""
@@ -237,14 +237,11 @@ class Board:
 
     def shown(self, rank: int, *, refused: bool = False) -> str:
         """Return what is to be shown of the latest call of a rank, or of the latest one that it has refused."""
-        return self._read(rank, *((_REFUSED_AT, _CALLS_AT) if refused else (_SHOWN_AT, _REFUSED_AT)))
+        return self._read(rank, _REFUSED if refused else _SHOWN)
 
     def text(self, rank: int) -> str:
         """Return why a rank has failed, or else why its latest capture of a CUDA graph has."""
-        return self._read(rank, _TEXT_AT, _SHOWN_AT)
-
-    def blamed(self, rank: int) -> int:
-        return int(_NUMBER.unpack_from(self.memory, self._row(rank) + _BLAMED_AT)[0])
+        return self._read(rank, _TEXT)
 
     def _head(self, rank: int) -> tuple[int, int, int, float, int]:
         return _HEAD.unpack_from(self.memory, self._row(rank))  # type: ignore[return-value]
@@ -284,7 +281,7 @@ class Board:
     def later_round(self, rank: int, number: int) -> int:
         """Return the round that a rank has begun after a capture has failed, if it is later than that of a call of this
         number; else 0."""
-        later = int(_NUMBER.unpack_from(self.memory, self._row(rank) + _ROUND_AT)[0])
+        later = self.word(rank, _ROUND)
         return later if later > number // ROUND else 0
 
     # The cause of a failure
@@ -298,7 +295,7 @@ class Board:
             other: a rank at the other end of a lost connection, which is a cause if it has left in this call.
         """
         states = {rank: self.process(rank).state() for rank in ranks if self.process(rank).number}
-        failed = {rank: self.blamed(rank) for rank in states if self.status(rank) == FAILED}
+        failed = {rank: self.word(rank, _BLAMED) for rank in states if self.status(rank) == FAILED}
         for rank, state in states.items():
             if state == "is dead" and self.status(rank) == RUNNING:
                 return rank, f"{self.name(rank)} has died"
@@ -361,7 +358,7 @@ class Board:
         return None, ""
 
     def name(self, rank: int) -> str:
-        return self._read(rank, _NAME_AT, _TEXT_AT) or f"rank {rank} (process {self.process(rank).number})"
+        return self._read(rank, _NAME) or f"rank {rank} (process {self.process(rank).number})"
 
 
 class Wait(NamedTuple):
