@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..agreement import agreeing
 from ..factory import Plan
 from ..factory import plan as make_plan
 from ..masks.common import integers
@@ -26,6 +25,7 @@ from ..masks.intervals import Mask
 from ..masks.structured import tree
 from ..memo import untraced
 from ..transport import group as transports
+from ..transport.agreement import agreeing
 from .by_tokens import run_by_tokens
 from .loss import check_wrapper
 from .rows import IGNORE

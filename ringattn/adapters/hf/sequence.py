@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import mask as masks
-from ...agreement import agreeing
 from ...factory import Plan
 from ...factory import plan as make_plan
 from ...training import batch as batches
 from ...training.rows import class_ids
 from ...training.trees import Trees
 from ...transport import group as transports
+from ...transport.agreement import agreeing
 from . import checks, hybrids, images, spans
 from .active import SEQUENCES
 from .models import Kind, counts_from, entry, is_causal, kinds, named_outputs, shifts, unwrapped, watched, with_loss

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...agreement import agreeing
 from ...factory import Plan
 from ...factory import plan as make_plan
 from ...functional import attention
 from ...generation import KVCache, Step, decode
 from ...kernels.paged.operands import NEW_TOKENS
+from ...transport.agreement import agreeing
 from ...transport.group import Transport
 from ...transport.group import of as transport_of
 from . import checks, hybrids
