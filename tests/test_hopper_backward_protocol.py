@@ -210,9 +210,6 @@ def perform(
         tma_reduce_add=reduce_add, tma=types.SimpleNamespace(store_wait=play.wait),
         bytes_of=lambda desc: sum(x.block_type.nbytes for x in desc),
     )  # fmt: skip
-    staged, sent_at, q_free, dout_free = (
-        getattr(backward_d64, name).value for name in ("DQ_STAGED", "DQ_SENT", "Q_FREE", "DO_FREE")
-    )
     for module in (primitives, backward_pieces, backward_programs, backward_d64):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
@@ -222,7 +219,6 @@ def perform(
         for name, value in names.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(backward_d64.scores, "next_head", lambda alibi, head, inside, steps: (head, inside))
 
     def keys_of(score, positions, grid, at, first, past, key, layout, which):
         return types.SimpleNamespace(C=(key - first) // 64, alibi=(), first=key, past=past, which=which, tile=at.tile)
@@ -239,14 +235,14 @@ def perform(
     score = Score(None, None, None, None, None, None, None)
     arrival, order = Arrival(None, None, None), Order(0, 0) if ordered else None
     writer = functools.partial(
-        backward_pieces.writer, staged=staged, sent=sent_at, ROWS=ROWS, ROW=64, COLUMN=0, dq_desc=None, grid=grid,
-        gradients=gradients, order=order, programs=programs,
+        backward_pieces.writer, staged=backward_d64.DQ_STAGED, sent=backward_d64.DQ_SENT, ROWS=ROWS, ROW=64, COLUMN=0,
+        dq_desc=None, grid=grid, gradients=gradients, order=order, programs=programs,
     )  # fmt: skip
     if several:
         produce = functools.partial(backward_d64._producer, grid, descs, shared, arrival, signals)
         consume = [functools.partial(backward_d64._consumer, c, early, grid, shared, score, gradients) for c in (0, 1)]
     else:
-        produce = functools.partial(backward_pieces.producer, grid, descs, shared, arrival, q_free, dout_free)
+        produce = functools.partial(backward_pieces.producer, grid, descs, shared, arrival)
         consume = [functools.partial(backward_d64._consumer_of_one, c, grid, shared, score, gradients) for c in (0, 1)]
     play.perform({
         "producer": produce,

@@ -101,7 +101,9 @@ class Keys(NamedTuple):
 
     first: gl.tensor
     past: gl.tensor  # the one past the last of the key tile
-    alibi: tuple  # see scores.of_keys; empty without ALiBi
+    # Where the slope of the first head is, the middle position of the CTA's keys, the positions of these keys relative
+    # to it, and the queries' positions in shared memory; empty without ALiBi
+    alibi: tuple
     which: Any = gl.constexpr(0)  # of the tiles of 64 keys whose masks are in shared memory
 
 

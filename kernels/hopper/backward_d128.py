@@ -39,19 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_pieces as pieces
-from . import scores
 from .backward_pieces import BM, BN, LOADERS, PAIR, S_L, STAGING
 from .primitives import barrier_arrive, barrier_sync, buffer_of, multiply_pairs
 
-DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
-
-
-@gluon.jit
-def _scores(i, k, tiles):
-    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
-    stage, phase = buffer_of(i, 2)
-    mbarrier.wait(tiles.q_full.index(stage), phase)
-    return pieces.keys_times_queries(k, tiles.q, stage)
+DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = pieces.BARRIERS
 
 
 @gluon.jit
@@ -80,70 +71,60 @@ def _dq(C: gl.constexpr, i, k_s, ds_s):
 
 
 @gluon.jit
-def _step(C: gl.constexpr, CUT: gl.constexpr, i, last, head, s, dk, dv, tiles, score, keys):
-    """Process one query tile. ``s`` is complete on entry, and on return that of the next tile is; no wgmma crosses a
-    step. ``head``: see :func:`.scores.penalties_of_step`."""
-    PIECES: gl.constexpr = len(tiles.k)  # of the columns; a product over them, or into them, is one product for each
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
-    dtype: gl.constexpr = tiles.k[0].dtype
-    HAS_DQ: gl.constexpr = len(tiles.dq) > 0
-    stage, phase = buffer_of(i, 2)
-    mbarrier.wait(tiles.dout_full.index(stage), phase)
-    minus_delta = tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))
-    dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, minus_delta)
-    if score.inner is None:
-        s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, CUT)
-        p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
-        p16 = gl.convert_layout(p.to(dtype), A_L)
-    else:
-        p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, CUT, dtype)
-        p16 = gl.convert_layout(p16, A_L)
-    dv = pieces.accumulate(p16, tiles.dout, stage, dv)
-    dp = warpgroup_mma_wait(PIECES, deps=[dp])
-    ds = (p * dp).to(dtype) if score.inner is None else multiply_pairs(slope16, dp, dtype)
-    if HAS_DQ:
-        DS_STAGES: gl.constexpr = tiles.ds.shape[0] // 2
-        barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
-        tiles.ds.index(_ds_stage(i, DS_STAGES) * 2 + C).store(ds)
-    ds16 = gl.convert_layout(ds, A_L)
-    if HAS_DQ:
-        fence_async_shared()
-        barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
-        barrier_arrive(DQ_STAGED + C, STAGING)
-        dq = _dq(C, i + DS_STAGES - 1, tiles.k, tiles.ds)
-        dv, p16 = pieces.wait_sums(2, dv, p16)
-        barrier_arrive(DO_FREE + stage, LOADERS)
-    s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles)
-    dk = pieces.accumulate(ds16, tiles.q, stage, dk)
-    if HAS_DQ:
-        dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
-        pieces.stage(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C)
-    else:
-        dv, p16 = pieces.wait_sums(2 * PIECES, dv, p16)
-        barrier_arrive(DO_FREE + stage, LOADERS)
-    if PIECES == 1:
-        first, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
-        dk = (first,)
-    else:
-        first, second, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], dk[1], ds16, s])
-        dk = (first, second)
-    barrier_arrive(Q_FREE + stage, LOADERS)
-    return s, dk, dv
-
-
-@gluon.jit
 def _walk(
     C: gl.constexpr, CUT: gl.constexpr, first, past_step, last, s, dk, dv, tiles, score, keys, heads,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
+    """Walk query tiles. ``s`` is complete on entry, and on return that of the next step is; no wgmma crosses a step."""
+    PIECES: gl.constexpr = len(tiles.k)  # of the columns; a product over them, or into them, is one product for each
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk[0].type.layout, k_width=2)
+    dtype: gl.constexpr = tiles.k[0].dtype
+    HAS_DQ: gl.constexpr = len(tiles.dq) > 0
+    DS_STAGES: gl.constexpr = tiles.ds.shape[0] // 2 if HAS_DQ else 0
     steps_of_head = (past_step - first) // heads
     head, inside = 0, 0
     for i in range(first, past_step):
-        s, dk, dv = _step(C, CUT, i, last, head, s, dk, dv, tiles, score, keys)
-        if ORDERED:
-            head = pieces.ordered_next_head(keys.alibi, head, heads)
+        stage, phase = buffer_of(i, 2)
+        mbarrier.wait(tiles.dout_full.index(stage), phase)
+        minus_delta = tiles.delta.index(stage).load(gl.SliceLayout(0, S_L))
+        dp = pieces.keys_times_queries(pieces.tile_at(tiles.v, C, i), tiles.dout, stage, minus_delta)
+        if score.inner is None:
+            s = pieces.scores_to_base_2(s, score, keys, tiles, stage, head, CUT)
+            p = gl.exp2(s - tiles.lse.index(stage).load(gl.SliceLayout(0, S_L))[None, :])
+            p16 = gl.convert_layout(p.to(dtype), A_L)
         else:
-            head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
+            p16, slope16 = pieces.capped_probabilities(s, score, keys, tiles, stage, head, CUT, dtype)
+            p16 = gl.convert_layout(p16, A_L)
+        dv = pieces.accumulate(p16, tiles.dout, stage, dv)
+        dp = warpgroup_mma_wait(PIECES, deps=[dp])
+        ds = (p * dp).to(dtype) if score.inner is None else multiply_pairs(slope16, dp, dtype)
+        if HAS_DQ:
+            barrier_sync(DS_READY + 2 - 2 * C + ((i + 1) & 1), PAIR)  # the other half of the previous dS
+            tiles.ds.index(_ds_stage(i, DS_STAGES) * 2 + C).store(ds)
+        ds16 = gl.convert_layout(ds, A_L)
+        if HAS_DQ:
+            fence_async_shared()
+            barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
+            barrier_arrive(DQ_STAGED + C, STAGING)
+            dq = _dq(C, i + DS_STAGES - 1, tiles.k, tiles.ds)
+            dv, p16 = pieces.wait_sums(2, dv, p16)
+            barrier_arrive(DO_FREE + stage, LOADERS)
+        s = pieces.scores_of_step(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles)
+        dk = pieces.accumulate(ds16, tiles.q, stage, dk)
+        if HAS_DQ:
+            dq = warpgroup_mma_wait(2 * PIECES, deps=[dq])
+            pieces.stage(dq, tiles.dq[C], score.dk_scale, DQ_SENT + C)
+        else:
+            dv, p16 = pieces.wait_sums(2 * PIECES, dv, p16)
+            barrier_arrive(DO_FREE + stage, LOADERS)
+        if PIECES == 1:
+            first_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
+            dk = (first_dk,)
+        else:
+            first_dk, second_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], dk[1], ds16, s])
+            dk = (first_dk, second_dk)
+        barrier_arrive(Q_FREE + stage, LOADERS)
+        head, inside = pieces.next_head(keys.alibi, head, inside, steps_of_head, heads, ORDERED)
     return s, dk, dv
 
 
@@ -161,13 +142,10 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
     HAS_DQ: gl.constexpr = len(tiles.dq) > 0
     if HAS_DQ:
-        zeros = gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L)
-        tiles.ds.index(tiles.ds.shape[0] - 2 + C).store(zeros)  # "dS of step -1"
-        fence_async_shared()
-        barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+        pieces.begin(C, tiles.ds, S_L)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles)
+    s = pieces.scores_of_step(0, pieces.tile_at(tiles.k, C, 0), tiles)
     s = warpgroup_mma_wait(0, deps=[s])
     last = steps - 1
     s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads, ORDERED)
@@ -205,7 +183,7 @@ def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr
             [
                 (_consumer, (0, grid, tiles, score, gradients)),
                 (_consumer, (1, grid, tiles, score, gradients)),
-                (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+                (pieces.producer, (grid, descs, boxes, arrival)),
                 (
                     pieces.writer,
                     (0, DQ_STAGED, DQ_SENT, BM, 0, W, descs.dq[0], boxes.dq[0], grid, gradients, order, ()),
@@ -223,7 +201,7 @@ def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr
             [
                 (_consumer, (0, grid, tiles, score, gradients)),
                 (_consumer, (1, grid, tiles, score, gradients)),
-                (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+                (pieces.producer, (grid, descs, boxes, arrival)),
             ],
             [4, 1],
             [REGISTERS, 24],

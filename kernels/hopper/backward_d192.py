@@ -39,7 +39,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_pieces as pieces
-from . import scores
 from .backward_pieces import BM, BN, LOADERS, PAIR, S_L, STAGING
 from .primitives import (
     barrier_arrive,
@@ -50,7 +49,7 @@ from .primitives import (
     tma_reduce_add,
 )
 
-DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
+DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = pieces.BARRIERS
 
 
 @gluon.jit
@@ -73,13 +72,6 @@ def _writer(C: gl.constexpr, descs, dq_s, grid, gradients):
             pieces.signal_sent(DQ_SENT + C, (i == steps - 1) & (unit == 1), gradients, grid, at)
         j, head = pieces.next_tile(i, j, head, cut_steps, grid.heads, stops)
     pieces.finish_writer(DQ_STAGED + C, gradients, grid, at)
-
-
-@gluon.jit
-def _scores(i, k, tiles):
-    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
-    mbarrier.wait(tiles.q_full.index(i & 1), (i >> 1) & 1)
-    return pieces.keys_times_queries(k, tiles.q, i & 1)
 
 
 @gluon.jit
@@ -148,12 +140,12 @@ def _walk(
         first_dq = warpgroup_mma_wait(0, deps=[first_dq])
         pieces.send(first_dq, tiles.dq[C][0], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
         second_dq = _dq(C, 1, i + 1, i, tiles.k, tiles.ds)
-        s = _scores(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles)
+        s = pieces.scores_of_step(gl.minimum(i + 1, last), pieces.tile_at(tiles.k, C, i), tiles)
         second_dq = warpgroup_mma_wait(2, deps=[second_dq])
         barrier_arrive(DS_READY + 2 * C + (i & 1), PAIR)
         pieces.send(second_dq, tiles.dq[C][1], score.dk_scale, DQ_SENT + C, DQ_STAGED + C)
         s = warpgroup_mma_wait(0, deps=[s])
-        head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
+        head, inside = pieces.next_head(keys.alibi, head, inside, steps_of_head, heads)
     return s, dk, dv
 
 
@@ -168,12 +160,10 @@ def _consumer(C: gl.constexpr, grid, tiles, score, gradients):
     dk = pieces.zero_sums(tiles.k)
     dv = pieces.zero_sums(tiles.v)
     keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, key, S_L)
-    tiles.ds.index(2 + C).store(gl.zeros([BN // 2, BM], tiles.k[0].dtype, S_L))  # "dS of step -1"
-    fence_async_shared()
-    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+    pieces.begin(C, tiles.ds, S_L)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
-    s = _scores(0, pieces.tile_at(tiles.k, C, 0), tiles)
+    s = pieces.scores_of_step(0, pieces.tile_at(tiles.k, C, 0), tiles)
     s = warpgroup_mma_wait(0, deps=[s])
     last = steps - 1
     s, dk, dv = _walk(C, True, 0, cut_steps, last, s, dk, dv, tiles, score, keys, grid.heads)
@@ -213,7 +203,7 @@ def start(grid, descs, score, gradients, arrival, REGISTERS: gl.constexpr):
         [
             (_consumer, (0, grid, tiles, score, gradients)),
             (_consumer, (1, grid, tiles, score, gradients)),
-            (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+            (pieces.producer, (grid, descs, boxes, arrival)),
             (_writer, (0, descs.dq, dq_s[0], grid, gradients)),
             (_writer, (1, descs.dq, dq_s[1], grid, gradients)),
         ],

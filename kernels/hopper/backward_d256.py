@@ -46,7 +46,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_pieces as pieces
-from . import scores
 from .backward_arguments import Keys, Tiles
 from .backward_pieces import BM, LOADERS, PAIR, S_L, STAGING
 from .clusters import cluster_arrive, cluster_wait, fence_barriers, offset_of, send_to_peer
@@ -190,7 +189,7 @@ def _walk_values(CUT: gl.constexpr, first, past_step, last, rank, s, dv, tiles, 
         dq = _add_other(0, i, tiles.k[0], tiles.ds, arrived, dq)
         dq, s = warpgroup_mma_wait(0, deps=[dq, s])
         pieces.send(dq, tiles.dq[0], score.dk_scale, DQ_FREE, DQ_STAGED)
-        head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
+        head, inside = pieces.next_head(keys.alibi, head, inside, steps_of_head, heads)
     return s, dv
 
 

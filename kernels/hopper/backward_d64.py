@@ -50,7 +50,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import backward_pieces as pieces
-from . import scores
 from .backward_pieces import LOADERS, PAIR, STAGING
 from .backward_programs import announce, announced, first_program, take
 from .primitives import barrier_arrive, barrier_sync, multiply_pairs, round_pairs, wait_for_launch_before
@@ -59,8 +58,8 @@ ROWS = gl.constexpr(128)  # queries of a step
 HALF = gl.constexpr(64)  # a consumer's keys, and the queries whose dQ it makes
 ENOUGH_STEPS = gl.constexpr(3)  # of a program, to take the next one in
 LAST_WAVES = gl.constexpr(4)  # programs for each CTA that are taken as late as possible
+DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = pieces.BARRIERS
 S_L = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS.value, 16]))
-DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = (gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 
 
 @gluon.jit
@@ -138,19 +137,8 @@ def _walk(
         first_dk, ds16, s = warpgroup_mma_wait(0, deps=[dk[0], ds16, s])
         dk = (first_dk,)
         barrier_arrive(Q_FREE + stage, LOADERS)
-        if ORDERED:
-            head = pieces.ordered_next_head(keys.alibi, head, heads)
-        else:
-            head, inside = scores.next_head(keys.alibi, head, inside, steps_of_head)
+        head, inside = pieces.next_head(keys.alibi, head, inside, steps_of_head, heads, ORDERED)
     return s, dk, dv
-
-
-@gluon.jit
-def _begin(C: gl.constexpr, dtype: gl.constexpr, tiles):
-    """Store zeros as the dS of step -1."""
-    tiles.ds.index(2 + C).store(gl.zeros([HALF, ROWS], dtype, S_L))
-    fence_async_shared()
-    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
 
 
 @gluon.jit
@@ -181,7 +169,7 @@ def _consumer_of_one(C: gl.constexpr, grid, tiles, score, gradients):
     dk = pieces.zero_sums(tiles.k)
     dv = pieces.zero_sums(tiles.v)
     keys = pieces.keys_of(score, tiles.positions, grid, at, first, past, first + C * HALF, S_L, C)
-    _begin(C, tiles.k[0].dtype, tiles)
+    pieces.begin(C, tiles.ds, S_L)
     mbarrier.wait(tiles.kv_full.index(C), 0)
     mbarrier.wait(tiles.kv_full.index(1 - C), 0)
     mbarrier.wait(tiles.q_full.index(0), 0)
@@ -207,7 +195,7 @@ def _consumer(C: gl.constexpr, EARLY: gl.constexpr, grid, tiles, score, gradient
     """Run consumer C. ``EARLY``: the scores of the next program may be waited for before this one is stored; keys that
     arrive during the kernel may be a long time coming."""
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
-    _begin(C, tiles.k[0].dtype, tiles)
+    pieces.begin(C, tiles.ds, S_L)
     n, i = 0, 0  # programs and steps so far
     program = announced(tiles.programs, 0, 4)
     at, first, past, steps, cut_steps = _description(program, grid)
@@ -326,7 +314,7 @@ def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr
     boxes = pieces.allocate(descs, (descs.dq[0], descs.dq[0]), 4, SEVERAL=SEVERAL)
     tiles = pieces.matrices(boxes, [pieces.staging_matrix(x) for x in boxes.dq])
     pieces.initialize(tiles)
-    programs, dq_desc = tiles.programs, descs.dq[0]
+    dq_desc, programs = descs.dq[0], tiles.programs
     writer_0 = (0, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, boxes.dq[0], grid, gradients, order, programs)
     writer_1 = (1, DQ_STAGED, DQ_SENT, ROWS, HALF, 0, dq_desc, boxes.dq[1], grid, gradients, order, programs)
     if SEVERAL:
@@ -346,7 +334,7 @@ def start(grid, descs, score, gradients, arrival, order, REGISTERS: gl.constexpr
             [
                 (_consumer_of_one, (0, grid, tiles, score, gradients)),
                 (_consumer_of_one, (1, grid, tiles, score, gradients)),
-                (pieces.producer, (grid, descs, boxes, arrival, Q_FREE, DO_FREE)),
+                (pieces.producer, (grid, descs, boxes, arrival)),
                 (pieces.writer, writer_0),
                 (pieces.writer, writer_1),
             ],

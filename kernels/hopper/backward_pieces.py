@@ -55,6 +55,9 @@ COUNTS = ("heads", "parts")  # kernels are compiled for 1 of them, and not for m
 LOADERS = gl.constexpr(288)  # threads at a barrier of both consumers and the producer
 PAIR = gl.constexpr(256)  # both consumers
 STAGING = gl.constexpr(160)  # one consumer and its writer
+# Named barriers of head dims up to 192, the first ones: half of dS written (two per consumer), Q and dO read, dQ staged
+# and sent. Those of the kernel for pairs of CTAs are in its file.
+BARRIERS = DS_READY, Q_FREE, DO_FREE, DQ_STAGED, DQ_SENT = tuple(gl.constexpr(i) for i in (4, 8, 10, 12, 14))
 S_L = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM.value, 16]))
 
 
@@ -198,13 +201,20 @@ def ordered_next(j, head, stride, first_head, heads):
 
 
 @gluon.jit
-def ordered_next_head(alibi, head, heads):
-    """Return the number of the head of the next step, counted from 0; unchanged without ALiBi."""
+def next_head(alibi, head, inside, steps_of_head, heads, ORDERED: gl.constexpr = False):
+    """Return the number of the head of the next step, counted from 0, and its steps before that one; unchanged without
+    ALiBi. ``ORDERED``: a step of each head, by turns (:func:`ordered_visits`)."""
     if len(alibi) > 0:
-        head += 1
-        if head == heads:
-            head = 0
-    return head
+        if ORDERED:
+            head += 1
+            if head == heads:
+                head = 0
+        else:
+            inside += 1
+            if inside == steps_of_head:
+                inside = 0
+                head += 1
+    return head, inside
 
 
 @gluon.jit
@@ -286,16 +296,13 @@ def _send_dq(
     nothing is staged, which a consumer with several programs does not say. That the last dQ has been sent is awaited
     before dk and dv are stored, if something is signalled then, or else by the first step of the next program."""
     SIGNALS: gl.constexpr = gradients.turns_ptr is not None or gradients.counters_ptr is not None
+    steps, cut_steps, _, j, onward = visits_of(at, grid)
     if order is not None:
-        descend = keys_descend(grid, at.program)
-        steps, _, _, j, stride = ordered_visits(at.info, grid.heads, descend)
         rank = gl.load(at.info + 6)
         rows = at.batch * (grid.kv_heads * grid.parts * grid.heads)
-        ends_row = gl.where(descend, grid.q_tiles, 0)
+        ends_row = gl.where(keys_descend(grid, at.program), grid.q_tiles, 0)
         if grid.BATCHED:
             ends_row += at.batch * (2 * grid.q_tiles)
-    else:
-        steps, cut_steps, j, stops = visit_order(at.info, grid.heads)
     first = first_head_of(grid, at)
     head = first
     if not ONE_OF_SEVERAL:
@@ -312,12 +319,10 @@ def _send_dq(
             wait_for_turn(turn)
         barrier_sync(staged + C, STAGING, warps=1)
         tma_reduce_add(dq_desc, [at.batch, j * ROWS + C * ROW, head, C * COLUMN], dq_s)
+        j, head = visit_after(i, j, head, first, cut_steps, onward, grid)
         if order is not None:
             sending = turn
-            j, head = ordered_next(j, head, stride, first, grid.heads)
             turn = turn_at(order, grid, rows + head, ends_row, j, rank, C)
-        else:
-            j, head = next_tile(i, j, head, cut_steps, grid.heads, stops)
         tma.store_wait(0)
         signal_sent(sent + C, i == steps - 1, gradients, grid, at)
         if order is not None:
@@ -326,7 +331,7 @@ def _send_dq(
 
 
 @gluon.jit
-def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.constexpr):
+def producer(grid, descs, tiles, arrival):
     """Load K and V, in as many tiles of 64 keys as ``kv_full`` has barriers, then the queries."""
     BYTES: gl.constexpr = bytes_of(descs.k) + bytes_of(descs.v) + bytes_of(descs.seen)
     KEY_TILES: gl.constexpr = tiles.kv_full.shape[0]
@@ -340,7 +345,7 @@ def producer(grid, descs, tiles, arrival, q_free: gl.constexpr, dout_free: gl.co
         load_pieces(descs.k, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.k, c)
         _load_seen(descs, tiles, full, grid, at, c, c)
         load_pieces(descs.v, [at.batch, first + c * (BN // 2), at.kv_head], full, tiles.v, c)
-    load_queries(grid, at, visits, descs, tiles, q_free, dout_free)
+    load_queries(grid, at, visits, descs, tiles, Q_FREE, DO_FREE)
 
 
 @gluon.jit
@@ -475,8 +480,12 @@ def keys_of(score, positions, grid, at, first, past, key, S_L: gl.constexpr, whi
     """Return the :class:`Keys` from ``key`` on, of a key tile that has those from ``first`` to before ``past``."""
     alibi = ()
     if score.slopes_ptr is not None:
-        alibi = (score.slopes_ptr, score.slopes_stride, score.positions_k_ptr, positions[0])  # type: ignore[assignment]
-    return Keys(key, past, scores.of_keys(alibi, at.batch, first_head_of(grid, at), first, past, key, S_L), which)
+        positions_k_ptr, head = score.positions_k_ptr, first_head_of(grid, at)
+        base = scores.middle(gl.load(positions_k_ptr + first), gl.load(positions_k_ptr + past - 1))
+        mine = gl.load(positions_k_ptr + key + gl.arange(0, BN // 2, gl.SliceLayout(1, S_L)))
+        slope_ptr = score.slopes_ptr + at.batch * score.slopes_stride + head
+        alibi = (slope_ptr, base, scores.relative(mine, base), positions[0])  # type: ignore[assignment]
+    return Keys(key, past, alibi, which)
 
 
 @gluon.jit
@@ -820,6 +829,24 @@ def stage_dq(dq_s, dq):
     """Store a tile of dQ for TMA without bank conflicts. Half a warp stores 32 bytes of each of four rows at a time;
     with TMA's swizzle alone two neighbouring rows would use the same banks."""
     dq_s.store(exchange_blocks(dq))
+
+
+@gluon.jit
+def begin(C: gl.constexpr, ds, layout: gl.constexpr):
+    """Store zeros as consumer C's half of dS of step -1, and say so."""
+    QUERIES: gl.constexpr = ds.shape[2]
+    zeros = gl.zeros([BN // 2, QUERIES], ds.dtype, layout)
+    ds.index(ds.shape[0] - 2 + C).store(zeros)
+    fence_async_shared()
+    barrier_arrive(DS_READY + 1 + 2 * C, PAIR)
+
+
+@gluon.jit
+def scores_of_step(i, k, tiles):
+    """Issue S^T of step i, unscaled: (64 keys, 64 queries), asynchronous."""
+    stage, phase = buffer_of(i, 2)
+    mbarrier.wait(tiles.q_full.index(stage), phase)
+    return keys_times_queries(k, tiles.q, stage)
 
 
 @gluon.jit

@@ -98,19 +98,16 @@ def capped(s, inner, SHORT: gl.constexpr = True):
 
     The larger numbers of a warp: 1 - 2 / (exp(2x) + 1), right within 1.2e-7 of the cap."""
     if inner is not None:
-        COUNT: gl.constexpr = s.shape[1] // 2
-        ASM: gl.constexpr = softcap_ptx.tanh(COUNT, 1.0, 1.0, SHORT)
-        CONSTRAINTS: gl.constexpr = softcap_ptx.tanh_constraints(COUNT)
-        s = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s * inner], dtype=gl.float32, is_pure=True, pack=COUNT)
+        s = scaled_and_capped(s * inner, (1.0, 1.0), SHORT)
     return s
 
 
 @gluon.jit
-def scaled_and_capped(s, FIXED: gl.constexpr):
+def scaled_and_capped(s, FIXED: gl.constexpr, SHORT: gl.constexpr = True):
     """Return scale * tanh(s * inner) for the two constants of :attr:`Changes.fixed`: as :func:`capped`, without the
     multiplications by them."""
     COUNT: gl.constexpr = s.shape[1] // 2
-    ASM: gl.constexpr = softcap_ptx.tanh(COUNT, FIXED[0], FIXED[1])
+    ASM: gl.constexpr = softcap_ptx.tanh(COUNT, FIXED[0], FIXED[1], SHORT)
     CONSTRAINTS: gl.constexpr = softcap_ptx.tanh_constraints(COUNT)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [s], dtype=gl.float32, is_pure=True, pack=COUNT)
 
@@ -215,34 +212,10 @@ def penalties(slope, rows, columns):
 
 
 @gluon.jit
-def of_keys(alibi, batch, head, first, past, key, layout: gl.constexpr):
-    """Return what a backward's consumer needs for ALiBi: where the slope of ``head`` is, the middle position of the
-    CTA's keys, the positions of its own keys relative to it, and the queries' positions in shared memory; nothing if
-    there is no ALiBi."""
-    if len(alibi) > 0:
-        slopes_ptr, slopes_stride, positions_k_ptr, positions_v = alibi
-        base = middle(gl.load(positions_k_ptr + first), gl.load(positions_k_ptr + past - 1))
-        keys = gl.load(positions_k_ptr + key + gl.arange(0, 64, gl.SliceLayout(1, layout)))
-        alibi = (slopes_ptr + batch * slopes_stride + head, base, relative(keys, base), positions_v)
-    return alibi
-
-
-@gluon.jit
 def penalties_of_step(alibi, head, stage, layout: gl.constexpr):
-    """Return what ALiBi takes off transposed scores (keys are rows), from :func:`of_keys`. ``head``: number of query
-    heads before the current one; ``stage``: of the queries' positions."""
+    """Return what ALiBi takes off transposed scores (keys are rows). ``alibi``: see :class:`.backward_arguments.Keys`;
+    ``head``: number of query heads before the current one; ``stage``: of the queries' positions."""
     slopes_ptr, base, keys, positions_v = alibi
     slope = gl.load(slopes_ptr + head) * LOG2E
     columns = relative(positions_v.index(stage).load(gl.SliceLayout(0, layout)), base)
     return penalties(slope, keys, columns)
-
-
-@gluon.jit
-def next_head(alibi, head, inside, steps_of_head):
-    """Return the number of the head of the next step, and its steps before that one; unchanged without ALiBi."""
-    if len(alibi) > 0:
-        inside += 1
-        if inside == steps_of_head:
-            inside = 0
-            head += 1
-    return head, inside
