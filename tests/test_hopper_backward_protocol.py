@@ -22,8 +22,9 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.hopper import backward_d64, backward_pieces, backward_programs, primitives, tile_scheduler
-from ringattn.kernels.hopper.backward_arguments import Arrival, Gradients, Grid, Order, Score, Tiles
+from ringattn.kernels.hopper.backward_arguments import Gradients, Grid, Order, Score, Tiles
 from ringattn.kernels.hopper.backward_programs import Programs
+from ringattn.kernels.hopper.primitives import Arrival
 
 KEYS, ROWS, HEADS = 128, 128, 4
 

@@ -21,7 +21,8 @@ from triton.runtime.jit import JITFunction
 
 from ringattn.kernels.contract import Block
 from ringattn.kernels.hopper import forward_d256
-from ringattn.kernels.hopper.forward_d256 import Arrival, Inputs, Options, Rows, Score, Shared, Sizes, Work
+from ringattn.kernels.hopper.forward_d256 import Inputs, Options, Rows, Score, Shared, Sizes, Work
+from ringattn.kernels.hopper.primitives import Arrival
 
 ROWS, STAGES, Q_BUFFERS = 64, 2, 2
 NO_LAYOUT = types.SimpleNamespace(layout=None)

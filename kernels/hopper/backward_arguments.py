@@ -5,6 +5,7 @@ A field in capitals is a constexpr. Whether a field is None is decided when the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from triton.experimental.gluon import language as gl
@@ -58,30 +59,22 @@ class Tiles(NamedTuple):
     """Tiles in shared memory: as boxes, which TMA loads and sends, or as :func:`.backward_pieces.matrices`; and the
     mbarriers that complete when a tile has been loaded. k, v, q and dout have one tensor per piece of the columns."""
 
-    k: tuple
-    v: tuple
-    q: tuple
-    dout: tuple
+    k: Sequence[Any]
+    v: Sequence[Any]
+    q: Sequence[Any]
+    dout: Sequence[Any]
     ds: Any  # of both consumers
-    dq: tuple  # staged, one per consumer, or as the kernel says
+    dq: Sequence[Any]  # staged, one per consumer, or as the kernel says
     lse: Any  # to the base 2; in two stages, as are delta, bounds and the first query
     delta: Any  # negative
-    bounds: tuple  # the first key that a query sees, and the one past the last; empty if masks are by key
-    positions: tuple  # of the queries, one tensor; empty without ALiBi
+    bounds: Sequence[Any]  # the first key that a query sees, and the one past the last; empty if masks are by key
+    positions: Sequence[Any]  # of the queries, one tensor; empty without ALiBi
     kv_full: Any
     q_full: Any  # of q, lse and positions, and of a cut step bounds or the first query
     dout_full: Any  # of dout and delta
     programs: tuple  # see backward_programs.py; empty if a CTA has one
     # The first query that sees each of 64 keys and the one past the last, and the first one of a step; else empty
     seen: tuple
-
-
-class Arrival(NamedTuple):
-    """The flags of keys and values that arrive during the kernel; ``flags_ptr`` is None if all have arrived."""
-
-    flags_ptr: gl.tensor
-    epoch: gl.tensor
-    timed_out_ptr: gl.tensor
 
 
 class Score(NamedTuple):

@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 
 from . import backward_d64, backward_d128, backward_d192, backward_d256
 from . import backward_pieces as pieces
-from .backward_arguments import Arrival, Descriptors, Gradients, Grid, Order, Score
-from .primitives import pieces_of
+from .backward_arguments import Descriptors, Gradients, Grid, Order, Score
+from .primitives import Arrival, pieces_of
 
 
 @gluon.jit(do_not_specialize=pieces.NUMBERS, do_not_specialize_on_alignment=pieces.COUNTS)

@@ -377,8 +377,7 @@ def load_v(descs, tiles, full, at, first):
 def wait_for_keys(arrival, grid, at):
     """Wait, in one warp, until the keys and values of this program's key head have arrived."""
     if arrival.flags_ptr is not None:
-        row = at.batch * grid.kv_heads + at.kv_head
-        wait_row(arrival.flags_ptr, row, arrival.epoch, arrival.timed_out_ptr, 1)
+        wait_row(at.batch * grid.kv_heads + at.kv_head, arrival, 1)
 
 
 @gluon.jit

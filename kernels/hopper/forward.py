@@ -119,7 +119,8 @@ def forward(
         into: with ``finalize``, where the output is written, contiguous; a new tensor if absent.
     """
     q, k, v = copied_if_unreadable(q, keys.k, keys.v, arriving=keys.ready is not None)
-    config, rehearses = _config(q, v, keys.block), not keys.block.ordered
+    config = _config(q, v, keys.block)
+    rehearses = not keys.block.ordered  # its backward, which is that of :mod:`..rehearsal`, is compiled with it
     keys = keys._replace(k=k, v=v, block=keys.block.with_full_tiles)
     sink = None if score.sink is None or state is not None else score.sink.contiguous()
     batch, seq_q, q_heads, _ = q.shape
@@ -135,7 +136,14 @@ def forward(
     else:
         rows = q.new_empty(2, batch, q_heads, seq_q, dtype=torch.float32)
         outputs = (q.new_empty(shape, dtype=torch.float32), rows[0], rows[1])
-    _run(_Operands(q, keys, sink, state, outputs, finalize), score, config, rehearses)
+    x, changes = _Operands(q, keys, sink, state, outputs, finalize), Changes.of(score, q)
+    with on_device(q):
+        counter, division, sums = _divided(q, v, keys.block, config)
+        grid, args, constants = _launch(x, changes, config, counter, division, sums)
+        dispatch(
+            kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter),
+            rehearse=(lambda: rehearsal.backward("hopper", q, keys, score)) if rehearses else None, **constants,
+        )  # fmt: skip
     return Result(outputs[0], outputs[1]) if finalize else Partial(outputs[1], outputs[2], outputs[0])
 
 
@@ -156,19 +164,6 @@ class _Operands(NamedTuple):
     state: Partial | None
     outputs: tuple[Tensor, ...]
     finalize: bool
-
-
-def _run(x: _Operands, score: Score, config: Config, rehearses: bool) -> None:
-    """Launch the kernel. ``rehearses``: its backward, which is that of :mod:`..rehearsal`, is compiled with it."""
-    q, v, block = x.q, x.keys.v, x.keys.block
-    changes = Changes.of(score, q)
-    with on_device(q):
-        counter, division, sums = _divided(q, v, block, config)
-        grid, args, constants = _launch(x, changes, config, counter, division, sums)
-        dispatch(
-            kernel, grid, *args, variants=lambda: _variants(x, score, changes, config, counter),
-            rehearse=(lambda: rehearsal.backward("hopper", q, x.keys, score)) if rehearses else None, **constants,
-        )  # fmt: skip
 
 
 def _divided(q: Tensor, v: Tensor, block: Block, config: Config) -> tuple[Tensor, Division | None, Tensor | None]:

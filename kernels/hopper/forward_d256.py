@@ -44,6 +44,7 @@ Schedule: Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608). What was tried:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -115,14 +116,6 @@ class Inputs(NamedTuple):
     own: tuple  # those of this rank's own keys and values, and the places of tiles in them; () if all are in the chunk
 
 
-class Arrival(NamedTuple):
-    """The flags of keys and values that arrive during the kernel."""
-
-    flags_ptr: gl.tensor  # None if all have arrived
-    epoch: gl.tensor
-    timed_out_ptr: gl.tensor
-
-
 class Work(NamedTuple):
     """The division of the work, see :func:`tile_info`."""
 
@@ -181,8 +174,8 @@ class Score(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory: tiles, those of q and k in one or two pieces, and mbarriers."""
 
-    q: tuple
-    k: tuple
+    q: Sequence[Any]
+    k: Sequence[Any]
     v: Any
     out: Any
     info: Any  # descriptions of query tiles
@@ -686,7 +679,7 @@ def _load_keys(inputs, arrival, arrived, shared, batch, column, kv_head, row, g,
     else:
         if OWN:  # noqa: SIM102
             if row != arrived:
-                wait_for_row(row, arrival)
+                wait_row(row, arrival, 4)
                 arrived = row
         _load_pieces(inputs.k, shared.k, shared.k_full, batch, column, kv_head, stage)
     if g >= STAGES:
@@ -696,12 +689,6 @@ def _load_keys(inputs, arrival, arrived, shared, batch, column, kv_head, row, g,
     else:
         _load_values(inputs.v, shared, batch, column, kv_head, stage)
     return arrived
-
-
-@gluon.jit
-def wait_for_row(row, arrival):
-    """Wait for the flag of a row of keys and values."""
-    wait_row(arrival.flags_ptr, row, arrival.epoch, arrival.timed_out_ptr, 4)
 
 
 @gluon.jit
@@ -751,7 +738,7 @@ def _producer(inputs, work, division, arrival, shared, options, BN: gl.constexpr
             row = (batch * work.q_heads + head) // work.ratio
             if len(inputs.own) == 0:  # noqa: SIM102
                 if row != arrived:
-                    wait_for_row(row, arrival)
+                    wait_row(row, arrival, 4)
                     arrived = row
         for column in range(end - BN, begin + BN, -BN):
             arrived = _load_keys(inputs, arrival, arrived, shared, batch, column, kv_head, row, g, options)

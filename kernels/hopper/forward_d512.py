@@ -77,7 +77,6 @@ from .forward_d256 import (
     store,
     tile_info,
     unpack,
-    wait_for_row,
     with_flushed,
 )
 from .primitives import (
@@ -94,6 +93,7 @@ from .primitives import (
     scale_rows,
     tiles_like,
     wait_at,
+    wait_row,
 )
 from .scores import exponentials_of_capped, pairs
 from .work_counter import take_number
@@ -255,7 +255,7 @@ def _load_keys_of_step(inputs, arrival, arrived, shared, batch, column, kv_head,
     else:
         if OWN:
             if row != arrived:
-                wait_for_row(row, arrival)
+                wait_row(row, arrival, 4)
             arrived = row
         _load_keys(inputs.k[0], shared, batch, column + key, kv_head, used)
     return arrived
@@ -336,7 +336,7 @@ def _producer(inputs, work, arrival, shared, options):
             row = (batch * work.q_heads + head) // work.ratio
             if len(inputs.own) == 0:
                 if row != arrived:
-                    wait_for_row(row, arrival)
+                    wait_row(row, arrival, 4)
                 arrived = row
         arrived = _load_keys_of_step(inputs, arrival, arrived, shared, batch, end - STEP, kv_head, row, i > 0)
         for column in range(end - 2 * STEP, begin - STEP, -STEP):

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from . import forward_d256, forward_d512
-from .forward_d256 import Arrival, Inputs, Options, Rows, Score, Sizes, Work
-from .primitives import pieces_of
+from .forward_d256 import Inputs, Options, Rows, Score, Sizes, Work
+from .primitives import Arrival, pieces_of
 
 _NUMBERS = (
     "rows_batch_stride", "table_batch_stride", "seq_q", "q_heads", "ratio", "n_tiles", "n_heads", "group", "early",

@@ -7,6 +7,10 @@ released by ``bar.arrive`` costs one instruction; ``mbarrier.arrive`` would firs
 thread arrives for all.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -93,16 +97,30 @@ def let_next_launch_begin():
 
 
 @gluon.constexpr_function
+def _unless_ones(first, second, products, registers=""):
+    """Return PTX of products that a warp skips if both factors of all its threads are 1."""
+    return (
+        f"{{ .reg .pred some, other; {registers}"
+        f"setp.neu.f32 some, ${first}, 0f3F800000; setp.neu.f32 other, ${second}, 0f3F800000; "
+        f"or.pred some, some, other; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _unpack_asm(register, dtype):
+    """Return PTX that puts the 16-bit numbers of a register into a and b, and the kind of such pairs."""
+    if dtype == gl.bfloat16:
+        return f"shl.b32 a, {register}, 16; and.b32 b, {register}, 0xffff0000;", "bf16x2"
+    return f"mov.b32 {{l, h}}, {register}; cvt.f32.f16 a, l; cvt.f32.f16 b, h;", "f16x2"
+
+
+@gluon.constexpr_function
 def _scale_asm(count):
     """Return the PTX of :func:`scale_rows`. Registers alternate between the two rows of a thread: two of the first, two
     of the second."""
     first, second = 2 * count, 2 * count + 2
     products = "".join(f"mul.f32 ${i}, ${i}, ${first if i % 4 < 2 else second}; " for i in range(count))
-    return (
-        "{ .reg .pred some, other; "
-        f"setp.neu.f32 some, ${first}, 0f3F800000; setp.neu.f32 other, ${second}, 0f3F800000; "
-        f"or.pred some, some, other; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; {products} DONE: }}"
-    )
+    return _unless_ones(first, second, products)
 
 
 @gluon.constexpr_function
@@ -128,20 +146,12 @@ def scale_rows(x, factor):
 def _scale_pairs_asm(count, dtype):
     """Return the PTX of :func:`scale_pairs`. Registers take turns between the two rows of a thread."""
     first, second = 2 * count, 2 * count + 1
-    if dtype == gl.bfloat16:
-        unpack, kind = "shl.b32 a, {0}, 16; and.b32 b, {0}, 0xffff0000;", "bf16x2"
-    else:
-        unpack, kind = "mov.b32 {{l, h}}, {0}; cvt.f32.f16 a, l; cvt.f32.f16 b, h;", "f16x2"
-    products = "".join(
-        f"{unpack.format(f'${i}')} mul.f32 a, a, ${first + i % 2}; mul.f32 b, b, ${first + i % 2}; "
-        f"cvt.rn.{kind}.f32 ${i}, b, a; "
-        for i in range(count)
-    )
-    return (
-        "{ .reg .pred some, other; .reg .f32 a, b; .reg .b16 l, h; "
-        f"setp.neu.f32 some, ${first}, 0f3F800000; setp.neu.f32 other, ${second}, 0f3F800000; "
-        f"or.pred some, some, other; vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; {products} DONE: }}"
-    )
+    products = ""
+    for i in range(count):
+        unpack, kind = _unpack_asm(f"${i}", dtype)
+        products += f"{unpack} mul.f32 a, a, ${first + i % 2}; mul.f32 b, b, ${first + i % 2}; "
+        products += f"cvt.rn.{kind}.f32 ${i}, b, a; "
+    return _unless_ones(first, second, products, ".reg .f32 a, b; .reg .b16 l, h; ")
 
 
 @gluon.jit
@@ -217,9 +227,10 @@ def _exchange_asm(count):
 
 
 @gluon.constexpr_function
-def apart(count, kind):
-    """Return the constraints of assembly that reads ``count`` registers of a ``kind`` and writes as many others."""
-    return ",".join([f"=&{kind}"] * count + [kind] * count)
+def apart(count, kind, inputs):
+    """Return the constraints of assembly that writes ``count`` registers of a ``kind`` and reads as many others of each
+    kind of ``inputs``."""
+    return ",".join([f"=&{kind}"] * count + [x for x in inputs for _ in range(count)])
 
 
 @gluon.jit
@@ -228,7 +239,7 @@ def exchange_blocks(x):
     thread: it has four registers for each eight columns, of two rows that are both odd or both even."""
     COUNT: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
-        _exchange_asm(COUNT), apart(COUNT, "f"), [x], dtype=gl.float32, is_pure=True, pack=COUNT
+        _exchange_asm(COUNT), apart(COUNT, "f", "f"), [x], dtype=gl.float32, is_pure=True, pack=COUNT
     )
 
 
@@ -280,10 +291,8 @@ def round_asm(dtype):
 
 @gluon.constexpr_function
 def _multiply_asm(dtype):
-    if dtype == gl.bfloat16:
-        unpack, kind = "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;", "bf16x2"
-    else:
-        unpack, kind = ".reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h;", "f16x2"
+    unpack, kind = _unpack_asm("$1", dtype)
+    unpack = unpack if dtype == gl.bfloat16 else f".reg .b16 l, h; {unpack}"
     return f"{{ .reg .f32 a, b; {unpack} mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.{kind}.f32 $0, b, a; }}"
 
 
@@ -347,17 +356,22 @@ mov.b32 $0, 0;
 }}""")
 
 
-@gluon.jit
-def wait_row(flags_ptr, row, epoch, timed_out_ptr, warps: gl.constexpr):
-    """Wait, in every thread of ``warps`` warps, until ``int32(flags[row, 0] - epoch) >= 0``; then everything written
-    before that flag may be read, by TMA too. After ``WAIT_SECONDS`` store ``row + 1`` to ``timed_out_ptr`` and trap.
+class Arrival(NamedTuple):
+    """The flags of keys and values that arrive during the kernel, see ``contract.ReadyFlags``."""
 
-    Args:
-        flags_ptr: (rows, 8) int32, see ``contract.ReadyFlags``.
-        timed_out_ptr: int32 in pinned host memory, which outlives the trap.
-    """
+    flags_ptr: gl.tensor  # (rows, 8) int32; None if all have arrived
+    epoch: gl.tensor
+    timed_out_ptr: gl.tensor  # int32 in pinned host memory, which outlives a trap
+
+
+@gluon.jit
+def wait_row(row, arrival, warps: gl.constexpr):
+    """Wait, in every thread of ``warps`` warps, until ``int32(flags[row, 0] - epoch) >= 0``; then everything written
+    before that flag may be read, by TMA too. After ``WAIT_SECONDS`` store ``row + 1`` where ``arrival.timed_out_ptr``
+    says, and trap."""
     lanes = gl.zeros([32 * warps], gl.int32, gl.BlockedLayout([1], [32], [warps], [0]))
-    args = [flags_ptr + (lanes + row) * 8, lanes + epoch, timed_out_ptr + lanes, lanes + row + 1]
+    flag = arrival.flags_ptr + (lanes + row) * 8
+    args = [flag, lanes + arrival.epoch, arrival.timed_out_ptr + lanes, lanes + row + 1]
     gl.inline_asm_elementwise(_WAIT_ASM, "=r,l,r,l,r", args, dtype=gl.int32, is_pure=False, pack=1)
 
 

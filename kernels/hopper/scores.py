@@ -34,6 +34,7 @@ from .. import contract
 from ..contract import Block, Score
 from ..triton.primitives import LOG2E
 from . import softcap_ptx
+from .primitives import apart
 
 BOUND = 80.0  # of scores to the base 2 whose exponentials, and sums of them, are float32 and bfloat16 as they are
 
@@ -182,7 +183,7 @@ def probabilities_of_capped(s, offset, FIXED: gl.constexpr):
     :func:`scaled_and_capped` and :func:`probabilities` return, from one piece of assembly."""
     COUNT: gl.constexpr = s.shape[1] // 2
     ASM: gl.constexpr = softcap_ptx.probabilities(COUNT, FIXED[0], FIXED[1])
-    CONSTRAINTS: gl.constexpr = softcap_ptx.probabilities_constraints(COUNT)
+    CONSTRAINTS: gl.constexpr = apart(COUNT, "r", "ff")
     offset, s = gl.broadcast(offset, s)
     return gl.inline_asm_elementwise(
         ASM, CONSTRAINTS, [s, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=COUNT

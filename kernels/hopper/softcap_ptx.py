@@ -165,7 +165,7 @@ def tanh(count, scale, inner, short=True):
 @gluon.constexpr_function
 def tanh_constraints(count):
     """Return the constraints of :func:`tanh`."""
-    return in_place(count, "f") if count > 32 else apart(count, "f")
+    return in_place(count, "f") if count > 32 else apart(count, "f", "f")
 
 
 @gluon.constexpr_function
@@ -233,9 +233,3 @@ def probabilities(count, scale, inner):
 
     ways = ((limit / abs(inner), short), *_ways(scale, inner, use, POLYNOMIALS[1:]))
     return f"{{ .reg .f32 h, p<2>, d<2>; {_by_squares(sets, ways, 2)} }}"
-
-
-@gluon.constexpr_function
-def probabilities_constraints(count):
-    """Return the constraints of :func:`probabilities`."""
-    return ",".join(["=&r"] * count + ["f"] * 2 * count)
