@@ -194,6 +194,17 @@ def test_one_tensor_that_stands_for_two_is_not_remembered() -> None:
     assert kernel.compiled[0].launches[-1][1][3].base is x
 
 
+def test_a_tensor_may_be_two_arguments() -> None:
+    """As the keys of a pool are whose values are columns of them."""
+    kernel, launches = Kernel(), Launches()
+    for _ in range(3):
+        x = torch.zeros(64)
+        launches.repeat("a", (x,), lambda: dispatch(kernel, (1,), x, 1, 0.5, View(x, [1, 64]), BLOCK=64, FLAG=True))  # noqa: B023
+        first, *_, view = kernel.compiled[0].launches[-1][1][:4]
+        assert (first is x, view.base is x) == (True, True)
+    assert len(launches) == 1
+
+
 def test_every_tensor_is_declared() -> None:
     kernel, launches = Kernel(), Launches()
     x, table = torch.zeros(64), torch.zeros(32, 2)
