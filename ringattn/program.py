@@ -183,6 +183,14 @@ class Source:
                 self.lines.append(f"del {root.name}")
         self.lines.append(text)
 
+    def function(self, parameters: Sequence[str]) -> tuple[Callable[..., Any], str]:
+        """Return the function whose body the lines are, and its text."""
+        text = f"def run({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in self.lines)
+        space = dict(self.names, empty=torch.empty_strided)
+        exec(compile(text, "<program>", "exec"), space)  # noqa: S102 - names and numbers that are made here
+        # Its globals: with itself among them they would go with a collection of cycles only.
+        return space.pop("run"), text
+
     def name(self, x: object) -> str:
         """Return a name for an object; numbers stand for themselves."""
         if type(x) in (int, bool, type(None)):
@@ -279,12 +287,9 @@ class _Recorder(TorchDispatchMode):
         if self.refused or not all(x is None or source.changes(x) for x in outputs):
             return self.refused or "it returns memory that was there before"
         given = [*names, *[f"{name}_at" for name, x in zip(names, self.inputs, strict=True) if x is not None]]
-        body = [*source.lines, f"return ({', '.join(results)},)"]
-        text = f"def run({', '.join(given)}):\n" + "".join(f"    {line}\n" for line in body)
-        space = dict(source.names, empty=torch.empty_strided)
-        exec(compile(text, "<program>", "exec"), space)  # noqa: S102 - names and numbers that are made here
+        source.lines.append(f"return ({', '.join(results)},)")
+        run, text = source.function(given)
         listeners = list(dict.fromkeys(source.listeners))
-        run = space.pop("run")  # its globals; with itself among them they would go with a collection of cycles only
         return Program(run, text, lambda: any([listens() for listens in listeners]))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
