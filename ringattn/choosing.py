@@ -74,7 +74,7 @@ def place_best(
         return replace(zigzag, why=why), None
     balanced = place(request, "balanced")
     choices = choose(request, transport, costs, zigzag), choose(request, transport, costs, balanced)
-    slow, fast = (c.best.ms if request.dataflow == "auto" else c.of(request.dataflow).ms for c in choices)
+    slow, fast = (choice.of(request.dataflow).ms for choice in choices)
     words = f"{fast:.2f} ms a layer by the model, zigzag {slow:.2f} ms, with {busiest:.2f} of the mean work on a rank"
     if slow >= fast * (1 + WORTH):
         return replace(balanced, why=f"layout: auto chose balanced: {words}"), choices[1]

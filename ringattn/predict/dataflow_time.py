@@ -31,6 +31,8 @@ from ..layouts.schedule import Schedule, carried_waves, head_groups, waves
 from ..shape import Shape
 from .cost import LINKS, Costs
 
+DATAFLOWS = ("ring", "gather", "reduce")  # that are predicted
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]  # one for every rank, or for any two
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -110,9 +112,12 @@ class Choice:
     @property
     def candidates(self) -> list[Candidate]:
         """All of them, the best first."""
-        return sorted(map(self.of, ("ring", "gather", "reduce")), key=lambda c: c.ms)
+        return sorted(map(self.of, DATAFLOWS), key=lambda c: c.ms)
 
     def of(self, dataflow: str) -> Candidate:
+        """Return a dataflow's prediction; that of the best one for "auto" and for what the model does not know."""
+        if dataflow not in DATAFLOWS:
+            return self.best
         if dataflow not in self._known:
             self._known[dataflow] = predict(self.problem, self.costs, self.shape, dataflow)
         return self._known[dataflow]
