@@ -95,13 +95,13 @@ def test_any_mask_and_layout(name: str, layout: str) -> None:
 def test_bytes_are_those_of_the_dataflow_gather(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There and back, on one host and on two."""
     sent = [0] * 4
-    start = virtual.VirtualRank._start
+    start = virtual._Running._start
 
     def counted(self: virtual.VirtualRank, sends: Any, receives: Any) -> Any:
         sent[self.rank] += sum(x.numel() * x.element_size() for x, _ in sends)
         return start(self, sends, receives)
 
-    monkeypatch.setattr(virtual.VirtualRank, "_start", counted)
+    monkeypatch.setattr(virtual._Running, "_start", counted)
 
     def body(group: virtual.VirtualRank, size: int) -> None:
         shape = dict(q_heads=HEADS, kv_heads=HEADS, head_dim=DIM, batch=2, itemsize=8)
@@ -122,13 +122,13 @@ def test_the_next_wave_arrives_while_one_is_used(monkeypatch: pytest.MonkeyPatch
     """And the backward fetches each wave again, the last one first."""
     events: list[str] = []
     early: list[bool | None] = []
-    start = virtual.VirtualRank._start
+    start = virtual._Running._start
 
     def noted(self: virtual.VirtualRank, sends: Any, receives: Any) -> Any:
         events.extend(["exchange"] * (self.rank == 0))
         return start(self, sends, receives)
 
-    monkeypatch.setattr(virtual.VirtualRank, "_start", noted)
+    monkeypatch.setattr(virtual._Running, "_start", noted)
 
     def body(group: virtual.VirtualRank) -> None:
         plan = ringattn.plan(SEQ, group, buffer_bytes=1)

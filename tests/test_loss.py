@@ -264,5 +264,5 @@ def test_a_sum_that_failed_ends_the_use_of_the_group(monkeypatch: pytest.MonkeyP
         with pytest.raises(RuntimeError, match="an earlier call on this group raised RuntimeError: the wire broke"):
             loss.count_targets(torch.zeros(1, 8), rank)
 
-    monkeypatch.setattr(virtual.VirtualRank, "_all_reduce", fail)
+    monkeypatch.setattr(virtual._Running, "_all_reduce", fail)
     virtual.run(2, body)

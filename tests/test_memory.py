@@ -82,13 +82,13 @@ class Allocating(Backend):
 
 @pytest.fixture(autouse=True)
 def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = virtual.VirtualRank._start
+    start = virtual._Running._start
 
     def unseen(*args: Any) -> Any:  # copies of what travels are counted where they arrive
         with _disable_current_modes():
             return start(*args)
 
-    monkeypatch.setattr(virtual.VirtualRank, "_start", unseen)
+    monkeypatch.setattr(virtual._Running, "_start", unseen)
     monkeypatch.setattr(delta, "_fill", lambda *arguments: None)  # computes nothing, as the backend
 
 

@@ -48,7 +48,7 @@ class Sent:
 
 @pytest.fixture(autouse=True)
 def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = VirtualRank._start
+    start = virtual._Running._start
 
     def unseen(
         self: VirtualRank, sends: Any, receives: Any
@@ -56,7 +56,7 @@ def _messages(monkeypatch: pytest.MonkeyPatch) -> None:
         with _disable_current_modes():
             return Sent(start(self, sends, receives), [*sends], [*receives])
 
-    monkeypatch.setattr(VirtualRank, "_start", unseen)
+    monkeypatch.setattr(virtual._Running, "_start", unseen)
     monkeypatch.setattr(delta, "_fill", lambda *arguments: None)  # computes nothing, as the backend
 
 
