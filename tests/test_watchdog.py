@@ -329,8 +329,8 @@ def gone(number: int, seconds: float) -> bool:
     ("peer", "says", "limit"),
     [
         ("ends", "has died", 6000.0),
-        ("stops", "is stopped, by SIGSTOP or a debugger (kill -CONT", 1.0),
-        ("lives", "runs, but has not come", 1.0),
+        ("stops", "is stopped, by SIGSTOP or a debugger (kill -CONT", 0.3),
+        ("lives", "runs, but has not come", 0.3),
         ("raises", "failed with MemoryError: no room", 6000.0),
     ],
 )
@@ -363,11 +363,11 @@ def test_it_ends_with_its_parent_and_says_nothing(start: Start, what: str) -> No
 
 def test_a_stopped_process_is_not_ended_for_its_own_stop(start: Start) -> None:
     """A debugger holds this rank: its streams wait, but no time passes."""
-    stopped, other = start(0, "stops"), start(1, "lives")
+    stopped, other = start(0, "stops", 0.3), start(1, "lives")
     child = go(stopped, other)
     board = Board.open(str(Path(stopped.args[-4])), 0, 2)  # type: ignore[index]
     wait_until(lambda: board.process(0).state() == "is stopped")
     board.set_word(0, READY, 1)
-    time.sleep(2.5)
+    time.sleep(1.0)
     assert not gone(stopped.pid, 0.1)
     assert not gone(child, 0.1)
