@@ -300,6 +300,28 @@ def test_a_capture_that_fails_is_named_and_all_can_capture_again(pools: Callable
                 assert error[1].endswith("a table is missing")
 
 
+def agrees_after_a_failed_capture() -> list[tuple[str, str]]:
+    """Let rank 0 agree on something else than the others, who have not heard that its capture has failed."""
+    plan, x = make()
+    with torch.no_grad():
+        ringattn.attention(x, x, x, plan)
+        if plan.rank == 0:
+            error_of(captured, plan, x, [True], lambda: None)
+        dist.barrier()
+        errors = [error_of(plan.transport.agree, f"{min(plan.rank, 1)}", {})]
+        dist.barrier()  # all have heard
+        return [*errors, *(error_of(ringattn.attention, x, x, x, plan) for _ in range(2))]
+
+
+@pytest.mark.parametrize("world_size", on_ranks(2))
+def test_all_continue_from_one_number_though_one_has_begun_a_round(
+    pools: Callable[[int], Pool], world_size: int
+) -> None:
+    for (kind, text), *calls in pools(world_size).run(agrees_after_a_failed_capture):
+        assert (kind, "call is '0' on ranks [0]" in text) == ("Desynchronized", True), text
+        assert calls == [("", "no error")] * 2
+
+
 def captured_by(rank: int) -> tuple[str, str]:
     """Capture a call on one rank, which the others execute."""
     plan, x = make()
@@ -429,7 +451,7 @@ def test_the_digest_is_of_all_calls() -> None:
     assert [one.number for one, _ in marks] == [1, 2, 3]
     a.begin("f", False)
     for calls in (a, b):
-        calls.restart()
+        calls.restart(0)
     assert a == b
     assert a.begin("f", False) == b.begin("f", False)
 

@@ -1,6 +1,7 @@
 """Comparison of what all ranks of a group are about to do, in one exchange of a fixed size.
 
-Every rank encodes its fields as one row of int64 words, and gets the rows of all ranks: a word per field, then a text.
+Every rank encodes its fields as one row of int64 words, and gets the rows of all ranks: its state (whether it refuses
+its arguments, and its round of calls, :mod:`.lockstep`), a word per field, then a text.
 Numbers are compared as they are, names by a hash; the text carries the names, or the message of an error.
 """
 
@@ -33,7 +34,7 @@ class Agreement:
         call, fields: as of :func:`compare`.
         rows: waits for the rows of all ranks and returns them, (world_size, words); None for one rank.
         advice: what to add to the error where a field differs, by its name.
-        elsewhere: called before it is raised that ranks are in different calls.
+        elsewhere: called before it is raised that ranks are in different calls, with the latest round of any rank.
         ranks: as of :func:`compare`.
 
     Attributes:
@@ -44,7 +45,7 @@ class Agreement:
     fields: Mapping[str, Value]
     rows: Callable[[], Tensor] | None
     advice: Mapping[str, str] | None = None
-    elsewhere: Callable[[], None] = lambda: None
+    elsewhere: Callable[[int], None] = lambda latest: None
     ranks: Sequence[int] = ()
     failed: ValueError | None = dataclasses.field(default=None, init=False)
 
@@ -69,20 +70,21 @@ class Agreement:
         except RankFailed as other:
             self.failed = other
         if isinstance(self.failed, Desynchronized):
-            self.elsewhere()
+            self.elsewhere(max(state >> 1 for state in rows[:, 0].tolist()))
         if self.failed is not None:
             raise self.failed
 
 
-def encode(fields: Mapping[str, Value], error: Exception | None) -> Tensor:
-    """Return the row of this rank, (words,) int64 on the CPU. The size depends on nothing."""
+def encode(fields: Mapping[str, Value], error: Exception | None, begun: int = 0) -> Tensor:
+    """Return the row of this rank, which has ``begun`` so many rounds of calls, (words,) int64 on the CPU. The size
+    depends on nothing."""
     words = [_word(value) for value in fields.values()]
     space = _WORDS - _TEXT_WORDS - 1
     if len(words) > space:
         raise AssertionError(f"{len(words)} fields; a row has space for {space}")
     names = [value for value in fields.values() if isinstance(value, str)]
     text = _join(names) if error is None else text_of(error)[:_TEXT_BYTES].encode(errors="replace")
-    status = [int(error is not None), *words, *[0] * (space - len(words))]
+    status = [begun << 1 | (error is not None), *words, *[0] * (space - len(words))]
     packed = struct.unpack(f"<{_TEXT_WORDS}q", text[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
     return torch.tensor([*status, *packed], dtype=torch.int64, device="cpu")
 
@@ -102,7 +104,7 @@ def compare(call: str, fields: Mapping[str, Value], rows: Tensor, ranks: Sequenc
     """
     table = rows.tolist()
     for rank, row in enumerate(table):
-        if row[0]:
+        if row[0] & 1:
             text = _text(row).rstrip(b"\0").decode(errors="replace")
             raise RankFailed(f"{call} failed on {rank_name(rank, ranks)}: {text}", call, rank)
     names = 0  # of the fields so far

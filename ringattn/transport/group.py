@@ -280,7 +280,7 @@ class Transport:
         try:
             if self.world_size > 1:
                 before, self.call, self.dataflow = (self.call, self.dataflow), what, ""
-                rows = self.start_words(agreement.encode(fields, error))
+                rows = self.start_words(agreement.encode(fields, error, self.calls.number // ROUND))
                 self.call, self.dataflow = before
             if error is not None and rows is not None:
                 rows()

@@ -89,9 +89,13 @@ class Calls:
         """Count a call whose arguments this rank refuses, perhaps with another error than other ranks."""
         return self.begin(f"{call} refused", compares=False)._replace(refused=True)
 
-    def restart(self) -> None:
-        """Continue from one number on all ranks, after all of them have heard that they are in different calls."""
-        self.number, self.digest = (self.number // ROUND + 1) * ROUND, 0
+    def restart(self, latest: int) -> None:
+        """Continue from one number on all ranks, after all of them have heard that they are in different calls.
+
+        Args:
+            latest: round of any rank, as the captures of some may have failed.
+        """
+        self.number, self.digest = (max(latest, self.number // ROUND) + 1) * ROUND, 0
 
     def begin_round(self, number: int) -> CallMark:
         """Count the first call of a round, which this rank refuses: its capture of a CUDA graph has failed, or that of
