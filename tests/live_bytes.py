@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,8 +23,7 @@ from benchmarks.training_model import chunked_loss
 
 
 class LiveBytes(TorchDispatchMode):
-    """``now``: bytes of all storages that operators have made and that still exist; ``peak``: the most so far. Real
-    tensors, as buffers in host memory are, and views of them do not count."""
+    """``now``: bytes of all storages that operators have made and that still exist; ``peak``: the most so far."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,18 +32,17 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        real = func.is_view and not isinstance(args[0], FakeTensor)
         for x in tree_leaves(results):
             if isinstance(x, Tensor):
-                self._count(x.untyped_storage(), 0 if real else x.untyped_storage().nbytes())
+                self._count(x.untyped_storage())
         self.peak = max(self.peak, self.now)
         return results
 
-    def _count(self, storage: Any, size: int) -> None:
+    def _count(self, storage: Any) -> None:
         key = storage._cdata
         if key not in self.sizes:
-            self.sizes[key] = size
-            self.now += size
+            self.sizes[key] = storage.nbytes()
+            self.now += storage.nbytes()
             weakref.finalize(storage, self._drop, key)
 
     def _drop(self, key: int) -> None:
@@ -94,25 +92,20 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **unu
 AttentionInterface.register("live_bytes", _attend)
 
 
-def step(
-    make: Callable[[], PreTrainedModel], tokens: int, chunk: int, keep: bool | Callable[[PreTrainedModel], None] | None
-) -> tuple[int, int]:
+def step(make: Callable[[], PreTrainedModel], tokens: int, chunk: int, keep: bool | None) -> tuple[int, int]:
     """Return the bytes of the parameters of a model in bf16, and the most bytes in one forward and backward.
 
     Args:
         make: returns the model, with ``attn_implementation="live_bytes"``.
         chunk: tokens whose logits are in memory at the same time.
-        keep: layers are computed again, and keep the results of attention, or not; None: nothing is computed again; or
-            a function that says so to the model.
+        keep: layers are computed again, and keep the results of attention, or not; None: nothing is computed again.
     """
     kept = [torch.ops.live_bytes.attention.default] if keep else []
     selective = functools.partial(create_selective_checkpoint_contexts, kept)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model: Any = make().train()
-        if callable(keep):
-            keep(model)
-        for i, layer in enumerate(model.model.layers if isinstance(keep, bool) else ()):
+        for i, layer in enumerate(model.model.layers if keep is not None else ()):
             model.model.layers[i] = checkpoint_wrapper(
                 layer, CheckpointImpl.NO_REENTRANT, preserve_rng_state=False, context_fn=selective
             )

@@ -23,7 +23,6 @@ import ringattn
 from ringattn import dataflow as dataflows
 from ringattn import plan as plan_function
 from ringattn import virtual
-from ringattn.hf import reduce_memory
 from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
@@ -37,7 +36,6 @@ from ringattn.tools.planner.one_layer import DATAFLOWS, Row
 from ringattn.tools.planner.training_step import Way, pointwise
 from ringattn.tools.planner.training_step import step as step_of
 from ringattn.tools.planner.ways import MOST, Problem, Verdict, judge, longest, saving, sizes, verdicts, way_of
-from ringattn.training import HostMemory, Recompute, attention_results
 from ringattn.virtual import gpus
 
 GIB = 2**30
@@ -82,24 +80,6 @@ def test_activations_are_those_of_transformers(
     )
     said = memory.parts(shape, tokens, switches)
     assert sum(said.values()) - said["parameters"] == pytest.approx(most - parameters, rel=0.02), said
-
-
-@pytest.mark.parametrize("mib", [100, 620])  # of 778
-def test_what_has_no_room_in_host_memory_stays(mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, tokens = replace(SMALL, layers=6, vocabulary=64, intermediate=256), 1 << 16
-    attention = torch.ops.live_bytes.attention.default
-    monkeypatch.setattr(attention_results, "_is_attention", lambda func: func is attention)
-
-    def keep(model: Any) -> None:
-        host = HostMemory(mib << 20)
-        reduce_memory(model, Recompute(inputs=host, attention=host), mlp_chunk=1 << 13, head_groups=2)
-
-    parameters, most = step(lambda: model_of(shape), tokens, 1 << 15, keep)
-    monkeypatch.setattr(one_layer, "memory", lambda row, s: one_layer.Bytes(0, 0))
-    parts = dict(mlp_chunk=1 << 13, head_groups=2, loss_chunk=1 << 15)
-    switches = Switches(optimizer="sgd", host_bytes=mib << 20, attention_on_host=True, **parts)
-    said = memory.parts(shape, tokens, switches)
-    assert sum(said.values()) - said["parameters"] == pytest.approx(most - parameters, rel=0.03), said
 
 
 # Peak GiB of one H200, measured: docs/numbers.md, and two GPUs with 65,536 and 131,072 tokens each at all layers.

@@ -192,8 +192,7 @@ def _moments(model: ModelShape, tokens: int, s: Switches, buffers: one_layer.Byt
 
     def layers(count: int) -> int:
         """Return the bytes that this many layers keep on the GPU. Of what is on the host, the inputs of this layer
-        and of the next are here, and the results of the group of heads that is computed and of the next; those of the
-        last layers have never left where not all had room."""
+        and of the next are here, and the results of the group of heads that is computed and of the next."""
         may_leave, stays = _kept(model, layer, s, count)
         if not s.host_bytes:
             between = min(s.anchors - 1, count - -(-count // s.anchors))  # inputs that are computed again
@@ -201,9 +200,7 @@ def _moments(model: ModelShape, tokens: int, s: Switches, buffers: one_layer.Byt
         results = s.attention_on_host * s.keep_attention_out * (layer.q + layer.lse)
         here = 2 * layer.x + min(2, s.head_groups) * results // s.head_groups
         between = max(min(s.anchors, count) - 2, 0) * layer.x  # on the host where there is room, as the rest
-        left = max(may_leave + between - s.host_bytes, 0)
-        more = layer.x * (left < 2 * (layer.x + results))  # the next layer's input, where it has left
-        return stays + max(left, min(may_leave, max(left + more, here)))
+        return stays + max(may_leave + between - s.host_bytes, 0) + min(may_leave, here)
 
     loss = dict(
         always, gathered=gathered, kept=layers(model.layers) + layer.turns,
