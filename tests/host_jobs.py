@@ -28,8 +28,8 @@ from hosts import ROOT, Traffic, traffic_here
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn
-from ringattn.peer import connect
 from ringattn.shape import Shape
+from ringattn.transport import health
 from scripts import checkpoint, ranks
 from scripts import train as training
 
@@ -94,7 +94,7 @@ def attention(folder: Path) -> dict[str, Any]:
     """Forward and backward of every dataflow: errors, and bytes that this host has sent."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     hosts = ranks.gather(socket.gethostname())
-    report: dict[str, Any] = dict(host=hosts[rank], number=connect.host(), cases={})
+    report: dict[str, Any] = dict(host=hosts[rank], number=health.host(), cases={})
     dense = {name: cases.expected(replace(LARGE, **fields)) for name, fields in MASKS.items()}
     for name, case in every_case(world_size).items():
         plan = case.plan()

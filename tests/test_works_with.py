@@ -403,7 +403,8 @@ def _captured(rank: int, world_size: int, store: str, deterministic: bool, long:
     """Forward and backward, captured once and replayed on other numbers, against the same without a graph. ``long``: as
     a sequence whose sums are cut."""
     if long:
-        blocks.PERIOD, spans.LONGEST, spans.SPAN, spans.KEYS = 128, 300, 256, 128  # spans are cut no further
+        blocks.PERIOD, spans.KEYS = 128, 128
+        blocks.LONGEST_SUM = spans.LONGEST_SUM = 300
     torch.cuda.set_device(rank)
     if world_size > 1:
         dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
