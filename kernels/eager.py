@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..partial import Partial
+from ..partial import Partial, initial
 from .contract import GRID, Block, Keys, Queries, Result, Score, accumulation_dtype
 
 _BLOCK = 512  # queries and keys per tile
@@ -40,8 +40,7 @@ def forward(q: Tensor, keys: Keys, score: Score, state: Partial | None, finalize
         q, keys = _whole(q, 1), keys._replace(block=_whole_tiles_of_queries(block))
         block = keys.block
     if state is None:
-        state = Partial.empty_like(q, v)
-        state = state if score.sink is None else state.add_sink(score.sink)
+        state = initial(q, v, score.sink)
     m, l, o = (x.clone() for x in state)
     dtype = m.dtype
     for tile in _tiles(block, q.device):

@@ -262,7 +262,7 @@ class Launches:
                 return
         launched = launch()
         # If one tensor is passed as two arguments, they may be two tensors the next time.
-        if launched is not None and aligned and len({id(x) for x in given}) == len(given):
+        if launched is not None and aligned and not _hooked() and len({id(x) for x in given}) == len(given):
             source, device = _OneLaunch(given), given[0].device.index
             _write(source, launched, lambda: f"{source.name(torch._C._cuda_getCurrentRawStream)}({device})")
             self._kept.put(key, source.function(("x", "at"))[0])

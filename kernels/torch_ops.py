@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..memo import lasting
-from ..partial import Partial
+from ..partial import Partial, initial
 from . import ranking
 from .contract import Block, Delivery, Keys, Queries, Result, Score, accumulation_dtype, has_triton
 from .delta import begin_backward, output_of_delta
@@ -214,8 +214,7 @@ def forward(work: Work, q: Tensor, keys: Keys, score: Score, state: Partial | No
         m, l = result.lse.new_empty((2, *result.lse.shape))
         state = Partial(m, l, result.lse.new_empty(shape))
     elif state is None:
-        state = Partial.empty_like(q, keys.v)
-        state = state if score.sink is None else state.add_sink(score.sink)
+        state = initial(q, keys.v, score.sink)
     everything = slice(0, len(q)), slice(0, shape[1])
     for number, (where, part) in enumerate(_results(work, q, keys, score)):
         if finalize and number == len(work.launches) - 1 and where == everything:

@@ -113,6 +113,16 @@ class Partial:
         return self.o / _per_row(l), lse
 
 
+def initial(q: Tensor, v: Tensor, sink: Tensor | None) -> Partial:
+    """Return the state of queries (batch, tokens, heads, head_dim) that have seen nothing yet, or only the sink,
+    (heads,) logits."""
+    state = Partial.empty_like(q, v)
+    if sink is None:
+        return state
+    m = sink.to(state.m.dtype)[:, None].expand_as(state.m).contiguous()
+    return Partial(m, (m != float("-inf")).to(m.dtype), state.o)
+
+
 def merge(partials: Iterable[Partial]) -> Partial:
     """Return the sum of any number of states, over disjoint keys, added in the order given.
 

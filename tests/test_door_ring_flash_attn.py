@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import itertools
 import sys
 import types
@@ -153,6 +154,21 @@ def test_prepared_boundaries_say_which_keys_are_seen(bounds: Bounds, ranks: int,
             visible[a:b, keys.start + c : keys.start + d] = block
         seen.append(visible)
     assert torch.equal(torch.cat(seen), want)
+
+
+def test_signatures_name_every_argument() -> None:
+    # Of ring-flash-attn 0.1.8
+    options = "dropout_p softmax_scale causal window_size alibi_slopes deterministic return_attn_probs group"
+    for name, own in (
+        ("ring_flash_attn_func", "q k v"),
+        ("stripe_flash_attn_kvpacked_func", "q kv"),
+        ("zigzag_ring_flash_attn_varlen_qkvpacked_func", "qkv cu_seqlens max_seqlen"),
+        (
+            "llama3_flash_attn_varlen_kvpacked_func",
+            "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k heads_k_stride local_k_slice",
+        ),
+    ):
+        assert " ".join(inspect.signature(getattr(ring_flash, name)).parameters) == f"{own} {options}"
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:

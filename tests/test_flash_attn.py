@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import fresh
@@ -287,6 +288,19 @@ def test_masks_of_several_intervals_are_the_plans(kind: str) -> None:
 
     for at, out in virtual.run(2, body):
         torch.testing.assert_close(out, want[:, at], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(ringattn.flash) if re.match("flash_attn.*_func", name)))
+def test_errors_name_the_function_that_was_called(name: str) -> None:
+    function, cu = getattr(ringattn.flash, name), torch.tensor([0, SEQ])
+    packed = ["qkv"] if "qkv" in name else ["q", "kv"] if "kv" in name else ["q", "k", "v"]
+    shape = (SEQ,) if "varlen" in name else (1, SEQ)
+    tensors = [torch.randn(*shape, *((len(x),) if len(x) > 1 else ()), 2, 8) for x in packed]
+    bounds = [] if "varlen" not in name else [cu, SEQ] if "qkv" in name else [cu, cu, SEQ, SEQ]
+    with ringattn.use(ringattn.plan(SEQ, virtual.VirtualRank(0, 1))):
+        with pytest.raises(NotImplementedError, match=rf"\b{name} got dropout_p"):
+            function(*tensors, *bounds, 0.1)
+        assert function(*tensors, *bounds).shape == (*shape, 2, 8)
 
 
 def test_varlen_of_a_cache_or_in_a_graph() -> None:

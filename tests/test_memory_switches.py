@@ -130,6 +130,17 @@ def test_every_switch_leaves_loss_and_gradients_as_they_were(pools, world_size: 
             assert found[name] < limit, name
 
 
+def test_layers_that_are_computed_again_have_no_cache() -> None:
+    """Neither by default, as transformers has it, nor when it is asked for."""
+    model = model_of(LlamaConfig(**SIZES))
+    assert model.config.use_cache
+    reduce_memory(model, Recompute())
+    with ringattn.hf.sequence(model, batch(), virtual.VirtualRank(0, 1)) as local:
+        model(**local).loss.backward()
+        with pytest.raises(ValueError, match=r"LlamaDecoderLayer is computed again.*pass the model use_cache=False"):
+            model(**local, use_cache=True)
+
+
 @pytest.mark.parametrize("kind", [Qwen3Config, Gemma2Config, GptOssConfig])
 def test_groups_of_heads_share_norms_and_divide_sinks(kind: type) -> None:
     sizes = SIZES | (dict(num_local_experts=2, num_experts_per_tok=1) if kind is GptOssConfig else {})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -318,6 +319,30 @@ def test_what_cannot_be_merged_is_refused_on_every_rank() -> None:
     for text, change, settings in cases:
         for message in virtual.run(2, lambda rank: body(rank, change, **settings)):  # noqa: B023
             assert text in message[0]
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    plan = ringattn.plan(SEQ, virtual.VirtualRank(0, 1), causal=True)
+    x, B, dt = randn(BATCH, SEQ, 4, 3, seed=1), randn(BATCH, SEQ, 2, 5, seed=2), randn(BATCH, SEQ, 4, seed=3)
+    three = torch.ones(3)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("ssd() got shape (3,) of A; it must be (4,)", lambda: ringattn.ssd(x, dt, three, B, B, plan)),
+        ("ssd() got shape (3,) of dt_bias", lambda: ringattn.ssd(x, dt, dt[0, 0], B, B, plan, dt_bias=three)),
+        ("of dt; it must be", lambda: ringattn.ssd(x, dt[..., :2], dt[0, 0], B, B, plan)),
+        ("lightning_attention() got list as g_gamma", lambda: ringattn.lightning_attention(x, x, x, [0.1] * 4, plan)),
+        ("shape (3,) of g_gamma", lambda: ringattn.lightning_attention(x, x, x, three, plan)),
+        ("bias has shape (3,); it must be (4,)", lambda: plan.convolve(x[..., 0], torch.ones(4, 2), three)),
+    ]
+    for text, call in calls:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call()
+    for layer in (
+        lambda: ringattn.gated_delta_rule(x, x, x, dt, dt, None),
+        lambda: ringattn.ssd(x, dt, dt[0, 0], B, B, None),
+        lambda: ringattn.lightning_attention(x, x, x, dt[0, 0], None),
+    ):
+        with pytest.raises(TypeError, match=r"plan is of type NoneType; pass what ringattn\.plan"):
+            layer()
 
 
 def test_maps_compose_in_any_grouping_and_have_a_neutral_element() -> None:

@@ -56,9 +56,10 @@ def plan_in_use(name: str) -> Plan:
 
 
 def _attend(
-    name: str, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
-    window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-    return_attn_probs: bool,
+    name: str, q: Tensor, k: Tensor, v: Tensor,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the attention of a call of the function ``name``, after comparing the call with the plan in use."""
     plan = plan_in_use(name)
@@ -113,14 +114,14 @@ def _with_options(function: Function) -> Function:
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Tensor:
     """Return :func:`flash_attn_func` of ``qkv``, (batch, local tokens, 3, heads, head_dim)."""
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *args, **options)
+    return _attend("flash_attn_qkvpacked_func", q, k, v, *args, **options)
 
 
 @_with_options
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Tensor:
     """Return :func:`flash_attn_func` of ``q`` and ``kv``, (batch, local tokens, 2, heads, head_dim)."""
     k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, *args, **options)
+    return _attend("flash_attn_kvpacked_func", q, k, v, *args, **options)
 
 
 def flash_attn_varlen_func(
@@ -145,17 +146,23 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
-    name = "flash_attn_varlen_func"
+    return _attend_varlen(
+        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def _attend_varlen(
+    name: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *args: Any, **options: Any
+) -> Tensor:
+    """Return :func:`_attend` of packed documents, after comparing their boundaries with the plan's."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             f"{name} compares the values of cu_seqlens with the plan, which a compiled graph cannot; call "
             "flash_attn_func, for which documents are the plan's"
         )
     check_documents(name, plan_in_use(name), cu_seqlens_q, cu_seqlens_k)
-    return _attend(
-        name, q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-    )[0]  # fmt: skip
+    return _attend(name, q[None], k[None], v[None], *args, **options)[0]
 
 
 @_with_options
@@ -164,7 +171,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor:
     """Return :func:`flash_attn_varlen_func` of ``qkv``, (local tokens, 3, heads, head_dim)."""
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+    return _attend_varlen("flash_attn_varlen_qkvpacked_func", q, k, v, cu_seqlens, cu_seqlens, *args, **options)
 
 
 @_with_options
@@ -174,4 +181,4 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Tensor:  # fmt: skip
     """Return :func:`flash_attn_varlen_func` of ``q`` and ``kv``, (local tokens, 2, heads, head_dim)."""
     k, v = kv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *args, **options)
+    return _attend_varlen("flash_attn_varlen_kvpacked_func", q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **options)

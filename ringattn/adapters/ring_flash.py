@@ -17,6 +17,7 @@ lengths; llama3's rows may have any length.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -170,8 +171,15 @@ def _packings(name: str, function: Callable[..., Any], dim: int) -> tuple[Callab
     def qkvpacked(qkv: Tensor, *args: Any, **options: Any) -> Any:
         return function(*qkv.unbind(dim), *args, **options)
 
-    for form, suffix in ((function, ""), (kvpacked, "_kvpacked"), (qkvpacked, "_qkvpacked")):
+    own, options = ([*inspect.signature(f).parameters.values()][3:] for f in (function, attend))
+    theirs = [x for x in (*own, *options) if x.kind is x.POSITIONAL_OR_KEYWORD]
+    forms: list[tuple[Any, str, str]] = [
+        (function, "", "q k v"), (kvpacked, "_kvpacked", "q kv"), (qkvpacked, "_qkvpacked", "qkv"),
+    ]  # fmt: skip
+    for form, suffix, names in forms:
         form.__name__ = form.__qualname__ = f"{name}{suffix}_func"
+        tensors = [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in names.split()]
+        form.__signature__ = inspect.Signature([*tensors, *theirs])
     return function, kvpacked, qkvpacked
 
 

@@ -14,7 +14,7 @@ state as a map of :mod:`.states`; all chunks at once, whatever their documents.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +128,11 @@ def scan(
     """Return :func:`ssd` with its options, from a state (batch, heads, P, N), and with ``final`` the state after it."""
     x, dt, A, B, C = inputs
     dt_bias, D = options.get("dt_bias"), options.get("D")
+    _check_plan(plan)
+    of_head = tuple(x.shape[2:3])
+    for name, y, shape in (("dt", dt, tuple(x.shape[:3])), ("A", A, of_head), ("dt_bias", dt_bias, of_head)):
+        if y is not None and tuple(y.shape) != shape:
+            _refuse("ssd()", name, y, f"{shape}, as x has shape {tuple(x.shape)}", plan)
     wide = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     dt = (F.softplus(dt) if options.get("dt_softplus") else dt).clamp(*options.get("dt_limit", (0.0, float("inf"))))
@@ -149,6 +154,9 @@ def lightning_attention(
         g_gamma: (value heads,), logarithms of the decay: minus the slopes.
         scale: of the outputs; None: 1 / sqrt(K).
     """
+    _check_plan(plan)
+    if not isinstance(g_gamma, Tensor) or g_gamma.shape != v.shape[2:3]:
+        _refuse("lightning_attention()", "g_gamma", g_gamma, f"a tensor ({v.shape[2]},), one for each head of v", plan)
     g = g_gamma.expand(*v.shape[:2], -1)
     return recurrence("lightning_attention()", Tokens(q, k, v, g, None), plan, scale)[0]
 
@@ -185,6 +193,7 @@ def recurrence(
         final: whether the state after the rows is needed, which all ranks get.
     """
     check_transforms(what)
+    _check_plan(plan)
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
@@ -262,6 +271,19 @@ def _chunk(
         reads = reads - read @ corrected
         a = torch.diag_embed(a.expand(*k.shape[:-2], k.shape[-1], 1)[..., 0]) - kept @ corrected
     return torch.where(first, 0, reads), read @ v, Affine(torch.where(first, 0, a), kept @ v)
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
+
+
+def _refuse(what: str, name: str, value: object, expected: str, plan: Plan) -> NoReturn:
+    """Raise ValueError, after the other ranks have heard of it."""
+    got = f"shape {tuple(value.shape)} of" if isinstance(value, Tensor) else f"{type(value).__name__} as"
+    error = ValueError(f"{what} got {got} {name}; it must be {expected}")
+    plan.refuse(what, error)
+    raise error
 
 
 def _check(what: str, x: Tokens, plan: Plan) -> None:

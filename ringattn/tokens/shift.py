@@ -40,6 +40,10 @@ def causal_convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | Non
         )
         plan.refuse("shift()", error)
         raise error
+    if bias is not None and bias.shape != weight.shape[:1]:
+        error = ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},), one for each channel")
+        plan.refuse("convolve()", error)
+        raise error
     width = weight.shape[1]
     values = neighbours(x, list(range(width - 1, -1, -1)), 1, plan.handle)
     out = torch.einsum("kbsc,ck->bsc", values, weight.to(x.dtype))

@@ -96,6 +96,16 @@ def _refuse_checkpoint(layer: nn.Module) -> None:
         )
 
 
+def _refuse_cache(layer: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a layer of transformers gets a cache: computed again, it would add its keys once more."""
+    for name in ("past_key_values", "cache"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(layer).__name__} is computed again in the backward and got {name}, to which it would add its "
+                "keys twice; pass the model use_cache=False"
+            )
+
+
 @dataclass(frozen=True)
 class _Layer:
     """A layer, and the forward that it had. ``products``: results of matrix products are kept."""
@@ -118,6 +128,7 @@ def _forward(stack: _Stack, layer: _Layer, hidden_states: Tensor, *args: Any, **
     if not torch.is_grad_enabled():
         return layer.forward(hidden_states, *args, **kwargs)
     _refuse_checkpoint(layer.module)  # Trainer switches it on later
+    _refuse_cache(layer.module, kwargs)
 
     def run(x: Tensor) -> Any:
         return layer.forward(x, *args, **kwargs)

@@ -30,7 +30,8 @@ def reduce_memory(
 
     Args:
         model: a causal language model.
-        how: what layers keep for the backward, and where; None: everything, on the GPU.
+        how: what layers keep for the backward, and where; None: everything, on the GPU. Otherwise ``use_cache`` of the
+            model's configuration is switched off.
         mlp_chunk: norms and MLPs compute this many tokens at a time; 0: all.
         head_groups: attention computes its heads in this many groups, with their projections.
         loss_chunk: logits and loss of this many tokens at a time; the model then returns no logits. 0: all.
@@ -64,6 +65,10 @@ def reduce_memory(
                 by_tokens(child, mlp_chunk)
     if how is not None:
         recompute(layers, how)
+        configs: list[Any] = [part.config for part in model.modules() if hasattr(part, "config")]
+        for config in configs:
+            if getattr(config, "use_cache", False):  # which a layer that is computed again would extend twice
+                config.use_cache = False
     if loss_chunk:
         _loss_by_tokens(model, loss_chunk)
 
