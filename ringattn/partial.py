@@ -119,7 +119,7 @@ def initial(q: Tensor, v: Tensor, sink: Tensor | None) -> Partial:
     state = Partial.empty_like(q, v)
     if sink is None:
         return state
-    m = sink.to(state.m.dtype)[:, None].expand_as(state.m).contiguous()
+    m = sink.to(state.m.dtype)[:, None].expand_as(state.m).clone(memory_format=torch.contiguous_format)  # written to
     return Partial(m, (m != float("-inf")).to(m.dtype), state.o)
 
 
