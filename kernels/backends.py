@@ -282,15 +282,12 @@ class Backend:
         return dk, dv
 
 
-class Eager(Backend):
-    """Plain torch: any device, any dtype up to float64. The executable specification."""
-
-    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
-        return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
+class _OfModules(Backend):
+    """A backend whose functions are those of two modules, of the forward and of the backward."""
 
     def _module(self, name: str) -> ModuleType:
-        """Return the module that has the functions of the forward or of the backward."""
-        return eager
+        """Return the module "forward" or "backward"."""
+        raise NotImplementedError
 
     def _forward(self, q, keys, score, state, finalize):  # type: ignore[no-untyped-def]
         return self._module("forward").forward(q, keys, score, state, finalize)
@@ -308,7 +305,17 @@ class Eager(Backend):
         return self._module("backward").key_gradients(queries, keys, score)
 
 
-class Triton(Eager):
+class Eager(_OfModules):
+    """Plain torch: any device, any dtype up to float64. The executable specification."""
+
+    def unsupported(self, q: Tensor, k: Tensor, v: Tensor, score: Score, *, backward: bool = False) -> str | None:
+        return None if q.is_floating_point() else f"dtype {q.dtype} is not a floating dtype"
+
+    def _module(self, name: str) -> ModuleType:
+        return eager
+
+
+class Triton(_OfModules):
     """Portable Triton: any GPU, and Triton's interpreter on the CPU. Its backward is deterministic as it is."""
 
     package = "triton"

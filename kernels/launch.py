@@ -115,7 +115,7 @@ def dispatch(
     compiled[grid](*args, *values)
     recorder = program.current()
     if recorder is not None:
-        stream = lambda: str(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: E731 - of each call of the program
+        stream = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)  # of each call of the program
         _write(recorder.source, Launched(compiled, grid, (*given, *values)), stream)
     return Launched(compiled, grid, (*args, *values))
 
@@ -294,12 +294,12 @@ class _OneLaunch(program.Source):
         return number
 
 
-def _write(source: program.Source, launched: Launched, stream: Callable[[], str]) -> None:
-    """Write a launch into the source of a program. ``stream``: returns an expression for it."""
+def _write(source: program.Source, launched: Launched, stream: Callable[[], object]) -> None:
+    """Write a launch into the source of a program. ``stream``: returns it, or an expression for it."""
     compiled, grid, args = launched
     if direct_launch.possible(compiled):
         source.listeners.append(_hooked)
-        source.line(direct_launch.written(compiled, grid, args, source, stream()))
+        source.line(direct_launch.written(compiled, grid, args, source, str(stream())))
         return
     values = []
     for x in args:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import operators
 from .kernels.contract import ScoreMod
-from .plans import Plan
+from .plans import Plan, not_a_plan
 
 NOT_OF_PLAN = "of this plan's"  # in the error about a shard of another length
 
@@ -75,7 +75,7 @@ def attention(
     if known is None:
         operators.check_transforms("attention()")
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
+        raise not_a_plan(plan)
     try:
         if known is None or plan.begun.get(known) is None:
             check_types(q, k, v)

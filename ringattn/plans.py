@@ -476,4 +476,9 @@ def _visible(plan: Plan, q_rank: int, k_rank: int) -> int:
     )
 
 
+def not_a_plan(x: object) -> TypeError:
+    """Return the error for an argument in the place of a plan."""
+    return TypeError(f"plan is of type {type(x).__name__}; pass what ringattn.plan() returns")
+
+
 by_handle: Handles[Plan] = Handles("plan")

@@ -137,8 +137,8 @@ class Parts(NamedTuple):
     undivided: gl.tensor
     of_tile: gl.tensor
     in_all: gl.tensor
-    sums_ptr: gl.tensor  # (in_all, N, ROWS, columns) float32, and behind it m and l, (in_all, N, 2, ROWS)
-    counter_ptr: gl.tensor  # the work counter and, behind it, those of the parts of each consumer that have arrived
+    sums_ptr: gl.tensor  # (in_all, N, ROWS, columns) float32, followed by m and l, (in_all, N, 2, ROWS)
+    counter_ptr: gl.tensor  # the work counter, followed by the counts of arrived parts of each consumer
 
 
 class Rows(NamedTuple):

@@ -7,7 +7,7 @@ checkpointing computes again in the backward gets the plan of its forward, which
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -102,11 +102,15 @@ def flash_attn_func(
     )  # fmt: skip
 
 
-def _with_options(function: Function) -> Function:
-    """Let the signature of a function name the options that it hands on: those of :func:`flash_attn_func`."""
-    own = [x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-    options = [*inspect.signature(flash_attn_func).parameters.values()][3:]
+def hands_on(function: Callable[..., Any], own: Sequence[inspect.Parameter], to: Callable[..., Any]) -> None:
+    """Let the signature of a function name ``own`` and, after q, k and v, the options of the one that it calls."""
+    options = [x for x in [*inspect.signature(to).parameters.values()][3:] if x.kind is x.POSITIONAL_OR_KEYWORD]
     function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+
+
+def _with_options(function: Function) -> Function:
+    own = [x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    hands_on(function, own, flash_attn_func)
     return function
 
 

@@ -31,6 +31,7 @@ from ..layouts.shards import Shard, length
 from ..memo import Memo
 from ..transport import group as transports
 from ..transport.agreement import hash_of
+from .flash import hands_on
 from .one_rank import integers_of
 from .same_mask import check_dropout
 
@@ -171,15 +172,15 @@ def _packings(name: str, function: Callable[..., Any], dim: int) -> tuple[Callab
     def qkvpacked(qkv: Tensor, *args: Any, **options: Any) -> Any:
         return function(*qkv.unbind(dim), *args, **options)
 
-    own, options = ([*inspect.signature(f).parameters.values()][3:] for f in (function, attend))
-    theirs = [x for x in (*own, *options) if x.kind is x.POSITIONAL_OR_KEYWORD]
-    forms: list[tuple[Any, str, str]] = [
-        (function, "", "q k v"), (kvpacked, "_kvpacked", "q kv"), (qkvpacked, "_qkvpacked", "qkv"),
-    ]  # fmt: skip
-    for form, suffix, names in forms:
+    others = [x for x in [*inspect.signature(function).parameters.values()][3:] if x.kind is x.POSITIONAL_OR_KEYWORD]
+    for form, suffix, names in (
+        (function, "", "q k v"),
+        (kvpacked, "_kvpacked", "q kv"),
+        (qkvpacked, "_qkvpacked", "qkv"),
+    ):
         form.__name__ = form.__qualname__ = f"{name}{suffix}_func"
         tensors = [inspect.Parameter(x, inspect.Parameter.POSITIONAL_OR_KEYWORD) for x in names.split()]
-        form.__signature__ = inspect.Signature([*tensors, *theirs])
+        hands_on(form, [*tensors, *others], attend)
     return function, kvpacked, qkvpacked
 
 

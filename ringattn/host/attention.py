@@ -33,7 +33,7 @@ from ..functional import check_scale, check_score, check_tensors, check_types, s
 from ..kernels.contract import ScoreMod, accumulation_dtype
 from ..memo import untraced
 from ..operators import check_transforms
-from ..plans import Plan
+from ..plans import Plan, not_a_plan
 from . import strided as pitched
 from .staging import Engines, Split, Staging
 
@@ -110,7 +110,7 @@ def attention(
     """
     check_transforms("host_memory.attention()", differentiable=False)
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
+        raise not_a_plan(plan)
     try:
         check_types(q, k, v)
         of_q, of_k, of_v = (torch.empty_like(x, device="meta") for x in (q, k, v))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operators import check_transforms
-from ..plans import Plan
+from ..plans import Plan, not_a_plan
 from . import linear_kernels
 from .states import Affine, before, chunks, runs
 
@@ -128,7 +128,8 @@ def scan(
     """Return :func:`ssd` with its options, from a state (batch, heads, P, N), and with ``final`` the state after it."""
     x, dt, A, B, C = inputs
     dt_bias, D = options.get("dt_bias"), options.get("D")
-    _check_plan(plan)
+    if not isinstance(plan, Plan):
+        raise not_a_plan(plan)
     of_head = tuple(x.shape[2:3])
     for name, y, shape in (("dt", dt, tuple(x.shape[:3])), ("A", A, of_head), ("dt_bias", dt_bias, of_head)):
         if y is not None and tuple(y.shape) != shape:
@@ -154,7 +155,8 @@ def lightning_attention(
         g_gamma: (value heads,), logarithms of the decay: minus the slopes.
         scale: of the outputs; None: 1 / sqrt(K).
     """
-    _check_plan(plan)
+    if not isinstance(plan, Plan):
+        raise not_a_plan(plan)
     if not isinstance(g_gamma, Tensor) or g_gamma.shape != v.shape[2:3]:
         _refuse("lightning_attention()", "g_gamma", g_gamma, f"a tensor ({v.shape[2]},), one for each head of v", plan)
     g = g_gamma.expand(*v.shape[:2], -1)
@@ -193,7 +195,8 @@ def recurrence(
         final: whether the state after the rows is needed, which all ranks get.
     """
     check_transforms(what)
-    _check_plan(plan)
+    if not isinstance(plan, Plan):
+        raise not_a_plan(plan)
     if torch.compiler.is_compiling():
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
@@ -271,11 +274,6 @@ def _chunk(
         reads = reads - read @ corrected
         a = torch.diag_embed(a.expand(*k.shape[:-2], k.shape[-1], 1)[..., 0]) - kept @ corrected
     return torch.where(first, 0, reads), read @ v, Affine(torch.where(first, 0, a), kept @ v)
-
-
-def _check_plan(plan: object) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is of type {type(plan).__name__}; pass what ringattn.plan() returns")
 
 
 def _refuse(what: str, name: str, value: object, expected: str, plan: Plan) -> NoReturn:

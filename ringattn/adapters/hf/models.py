@@ -44,8 +44,8 @@ def watched(
             if before:
                 before(kwargs)
             outputs = inner(*args, **kwargs)
-            replaced = after(kwargs, outputs) if after else None
-            return outputs if replaced is None else replaced
+            changed = after(kwargs, outputs) if after else None
+            return outputs if changed is None else changed
 
         with replaced(entry, "_compiled_call_impl", call):
             yield
