@@ -33,7 +33,7 @@ from ..peer.watchdog import ROUND, CallMark
 
 _SAME = (
     "Every rank must make the same calls in the same order: look for code that only some ranks run, such as an "
-    "evaluation on rank 0, and for layers whose backwards run in another order"
+    "evaluation on one rank, and for layers whose backwards run in another order"
 )
 ADVICE = {name: _SAME for name in ("grad_mode", "training", "line", "calls", "forward")}
 CAPTURE = "the capture of a CUDA graph"
