@@ -4,8 +4,8 @@ torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_linear     32,768 t
 torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_linear --documents 4096 --layouts balanced
 
 Needs flash-linear-attention (pip install ".[linear]"). Contestants: ``alone``, its kernel on each rank's tokens, as if
-nothing was before them. ``ringattn``: ringattn.gated_delta_rule(). ``columns``: the same where it may not use the
-kernel's own exchange of states, as with layouts that it doesn't know. ``heads``: whole rows, some heads on each rank.
+nothing was before them. ``ringattn``: ringattn.gated_delta_rule(). ``fla``: that package's own context parallelism,
+where it knows the layout. ``heads``: whole rows, some heads on each rank.
 
 They take turns; times are medians over rounds of the slowest rank, in milliseconds, forward, and forward and backward.
 ``differs`` is the largest difference of outputs, and of gradients, from those of heads, relative to their root mean
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn.adapters.replacing import replaced
 from ringattn.tokens import linear_kernels
 from ringattn.tools.terminal import Parser
 from ringattn.virtual import VirtualRank
@@ -112,23 +111,17 @@ def contestants(plan: ringattn.Plan, x: list[Tensor], documents: int | None) -> 
             ids = None if documents is None else (torch.arange(length) // documents)[None]
             alone = ringattn.plan(length, VirtualRank(0, 1), causal=True, documents=ids)
             return merged(*x, plan=alone, **SCALED)  # type: ignore[no-any-return]
-        out: Tensor = kernel(*x, **SCALED, cu_seqlens=bounds(length, documents, x[0].device))[0]
+        out: Tensor = kernel(*x, **SCALED, cu_seqlens=bounds(length, documents, x[0].device) if documents else None)[0]
         return out
 
     merged: Any = ringattn.gated_delta_rule
-
-    def columns(*x: Tensor) -> Tensor:
-        with replaced(linear_kernels, "context", nothing):
-            out: Tensor = merged(*x, plan=other, **SCALED)
-        return out
-
-    other = ringattn.plan(plan.seq_len, causal=True, documents=ids(plan.seq_len, documents), layout=plan.layout)
     layers: dict[str, Layer] = dict(alone=whole, ringattn=lambda *x: merged(*x, plan=plan, **SCALED))
-    return layers | dict(columns=columns, heads=lambda *x: plan.heads(whole, *x))
-
-
-def nothing(plan: ringattn.Plan, device: torch.device) -> None:
-    """Stand in for :func:`ringattn.tokens.linear_kernels.context`."""
+    build = linear_kernels.imported("fla.ops.cp", "build_cp_context")
+    if kernel is not None and build is not None and plan.world_size > 1 and plan.layout in ("contiguous", "zigzag"):
+        ends = bounds(plan.seq_len, documents, x[0].device)
+        shared = build(ends, dist.group.WORLD, cu_seqlens_cpu=ends.cpu(), layout=plan.layout)
+        layers["fla"] = lambda *x: kernel(*x, cp_context=shared, **SCALED)[0]
+    return layers | dict(heads=lambda *x: plan.heads(whole, *x))
 
 
 def ids(length: int, documents: int | None) -> Tensor | None:
@@ -136,10 +129,9 @@ def ids(length: int, documents: int | None) -> Tensor | None:
     return None if documents is None else (torch.arange(length) // documents)[None]
 
 
-def bounds(length: int, documents: int | None, device: torch.device) -> Tensor | None:
+def bounds(length: int, documents: int | None, device: torch.device) -> Tensor:
     """Return the same as cu_seqlens."""
-    if documents is None:
-        return None
+    documents = documents or length
     return torch.tensor([*range(0, length, documents), length], device=device)
 
 

@@ -22,7 +22,7 @@ def rows(layout: str, documents: str) -> list[dict[str, Any]]:
 def test_contestants_agree(pools, world_size: int) -> None:
     for layout, documents in (("zigzag", ""), ("contiguous", "--documents 20")):
         for several in pools(world_size).run(rows, layout, documents):
-            assert [row["how"] for row in several] == ["alone", "ringattn", "columns", "heads"]
+            assert [row["how"] for row in several] == ["alone", "ringattn", "heads"]
             for row in several[1:]:
                 assert all(float(x) < 1e-4 for x in row["differs"].split())
                 assert row["fwd_share"] == several[0]["fwd"] / row["fwd"]
@@ -31,5 +31,5 @@ def test_contestants_agree(pools, world_size: int) -> None:
 def test_the_report_ends_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_linear.main([*TINY, "--layouts=contiguous"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [row["how"] for row in json.loads(lines[-1])["rows"]] == ["alone", "ringattn", "columns", "heads"]
+    assert [row["how"] for row in json.loads(lines[-1])["rows"]] == ["alone", "ringattn", "heads"]
     assert "1 ranks, 32 tokens a rank" in lines[0]

@@ -10,14 +10,10 @@ import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.nn.functional as nn
 import torch.nn.functional as F
-from pool import on_ranks
 from suite import world_sizes
 from torch import Tensor
 
@@ -104,107 +100,187 @@ LAYERS = ["gated_delta_rule", "kda", "ssd", "lightning_attention"]
 # --- Kernels of flash-linear-attention, in PyTorch ----------------------------------------------------------------
 
 
-def _segments(q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu):  # type: ignore[no-untyped-def]
+def _segments(q, k, v, g, beta, scale, cu_seqlens, states):  # type: ignore[no-untyped-def]
+    """Return outputs (1, tokens, heads, V), the states after segments, and their effects."""
     assert len(q) == 1
-    assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
-    outs, after = [], []
+    outs, effects = [], []
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         part = [None if x is None else x[0, a:b].transpose(0, 1) for x in (q, k, v, g, beta)]
         part[:2] = [x.repeat_interleave(v.shape[2] // x.shape[0], 0) for x in part[:2]]
         reads, out, effect = linear._chunk(*part, torch.tensor(False))
-        state = torch.zeros_like(effect.b) if initial_state is None else initial_state[i]
-        outs.append((reads @ state + out).transpose(0, 1) * scale)
-        after.append(effect(state))
-    return torch.cat(outs)[None], torch.stack(after)
+        outs.append(((out if states is None else reads @ states[i] + out) * scale).transpose(0, 1))
+        effects.append(effect)
+    effect = states_of(effects)
+    return torch.cat(outs)[None], effect.b if states is None else effect(states), effect
+
+
+def states_of(effects: list[states.Affine]) -> states.Affine:
+    return states.Affine(*(torch.stack(x) for x in zip(*effects, strict=True)))
+
+
+class Linked(torch.autograd.Function):
+    """Segments between which a context passes states, and gradients of them."""
+
+    @staticmethod
+    def forward(ctx, context, scale, *x):  # type: ignore[no-untyped-def]
+        *_, effect = _segments(*x, scale, context.cu_seqlens, None)
+        table = context.table
+        before = context.kept(context.ahead(states.Affine(*(y[table.continued] for y in effect))))
+        ctx.context, ctx.scale = context, scale
+        ctx.save_for_backward(before, *x)
+        return _segments(*x, scale, context.cu_seqlens, before)[0]
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        with torch.enable_grad():
+            before, *x = (y.detach().requires_grad_() for y in ctx.saved_tensors)
+            out, after, _ = _segments(*x, ctx.scale, ctx.context.cu_seqlens, before)
+        (c,) = torch.autograd.grad(out, before, dout, retain_graph=True)
+        dafter = ctx.context.back(c[ctx.context.table.continuing])
+        return None, None, *torch.autograd.grad((out, after), x, (dout, dafter))
 
 
 def chunk_gated_delta_rule(  # type: ignore[no-untyped-def]
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None,
-):  # fmt: skip
-    assert output_final_state == (cp_context is None)
+    q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None
+):
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     if cp_context is not None:
-        ends, ranks = cp_context.cu_seqlens, dist.get_world_size(cp_context.group)
-        parts = torch.arange(int(ends[-1])).chunk(2 * ranks if cp_context.layout == "zigzag" else ranks)
-        held = [torch.cat([parts[r], parts[-1 - r]]) if len(parts) > ranks else parts[r] for r in range(ranks)]
-        to = torch.cat(held).argsort()
-        rows = [torch.cat(nn.all_gather(y.contiguous(), cp_context.group), 1)[:, to] for y in (q, k, v, g, beta)]
-        out, _ = _segments(*rows, scale, None, ends, cp_context.cu_seqlens_cpu)
-        return out[:, held[dist.get_rank(cp_context.group)]], None
-    return _segments(q, k, v, g, beta, scale, initial_state, cu_seqlens, cu_seqlens_cpu)
+        cu_seqlens, cu_seqlens_cpu = cp_context.cu_seqlens, cp_context.cu_seqlens_cpu
+    assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+    if cp_context is not None:
+        return Linked.apply(cp_context, scale, q, k, v, g, beta), None
+    return _segments(q, k, v, g, beta, scale, cu_seqlens, None)[0], None
 
 
 chunk_kda = chunk_gated_delta_rule
 
 
-def build_cp_context(  # type: ignore[no-untyped-def]
-    cu_seqlens, group, conv1d_kernel_size=None, cu_seqlens_cpu=None, use_tf32x3_affine_chain=True, layout="contiguous"
-):
-    return SimpleNamespace(cu_seqlens=cu_seqlens, group=group, cu_seqlens_cpu=cu_seqlens_cpu, layout=layout)
-
-
 def chunk_simple_gla(  # type: ignore[no-untyped-def]
-    q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
-    cu_seqlens_cpu=None,
-):  # fmt: skip
-    assert output_final_state
+    q, k, v, g=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, cu_seqlens_cpu=None
+):
     assert q.shape[:3] == k.shape[:3] == v.shape[:3]  # the real one does not repeat heads
-    return _segments(q, k, v, g, None, scale, initial_state, cu_seqlens, cu_seqlens_cpu)
+    assert torch.equal(cu_seqlens.cpu(), cu_seqlens_cpu)
+    out, after, _ = _segments(q, k, v, g, None, scale, cu_seqlens, None)
+    return out, after if output_final_state else None
 
 
-def fake(what: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., Any]:
-    return globals()[linear_kernels.KERNELS[what][1]]
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers be computed by the functions above, with linked segments of a few tokens."""
+    monkeypatch.setattr(linear_kernels, "find", lambda what, *_: globals()[linear_kernels.KERNELS[what][1]])
+    monkeypatch.setattr(linear_kernels, "LONGEST", 23)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), sorted({*linear_kernels.KERNELS.values(), ("fla.ops.cp", "build_cp_context")})
-)
-def test_the_kernels_stood_in_for_have_these_arguments(module: str, name: str) -> None:
-    real = linear_kernels.imported(module, name)
+@pytest.mark.parametrize("what", linear_kernels.KERNELS)
+def test_the_kernels_stood_in_for_have_these_arguments(what: str) -> None:
+    real = linear_kernels.imported(*linear_kernels.KERNELS[what])
     if real is None:
         pytest.skip("pip install '.[linear]'")
     have = inspect.signature(inspect.unwrap(real)).parameters
-    for argument in inspect.signature(globals()[name]).parameters.values():
+    for argument in inspect.signature(globals()[linear_kernels.KERNELS[what][1]]).parameters.values():
         assert have[argument.name].default == argument.default
+    assert linear_kernels._has_places(what)
+    for module in linear_kernels._CALLERS.get(what, ()):
+        for name, method in linear_kernels._PLACES.items():
+            function = linear_kernels.imported(f"fla.ops.{module}", name)
+            if function is not None:
+                have = inspect.signature(function).parameters
+                wanted = dict(forward="k w u g gk chunk_size", backward="q k w do dv g gk scale chunk_size", kept="")
+                assert {*wanted[method].split(), "context"} <= set(have)
 
 
-def by_torch_and_by_the_kernels_own_exchange(layer: str, documents: str, layout: str) -> tuple[int, list[float]]:
-    """The number of calls with a context, and the differences of results, of this rank's part of one row."""
-    x = {name: y[:1, :148] for name, y in tensors(layer).items()}
-    ids = DOCUMENTS[documents]
-    plan = ringattn.plan(148, causal=True, documents=None if ids is None else ids[-1:, :148], layout=layout)
-    own, dout = {name: plan.shard(y) for name, y in x.items()}, plan.shard(randn(1, 148, HEADS, VALUES, seed=9))
-    calls: list[Any] = []
-
-    def kernel(*args: Any, cp_context: Any = None, **kwargs: Any) -> Any:
-        calls.append(cp_context)
-        return chunk_kda(*args, cp_context=cp_context, **kwargs)
-
-    results = []
-    for find in (linear_kernels.find, lambda *args: kernel):
-        with (
-            mock.patch.object(linear_kernels, "find", find),
-            mock.patch.object(linear_kernels, "imported", return_value=build_cp_context),
-        ):
-            layer_of = getattr(ringattn, layer)
-            results.append(gradients(lambda y: layer_of(**y, plan=plan, **options(layer)), own, dout))  # noqa: B023
-    differs = [(a - b).abs().max().item() for a, b in zip(*(r.values() for r in results), strict=True)]
-    return sum(x is not None for x in calls), differs
+def test_another_version_of_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose kernels exchange no states in the places that we know."""
+    monkeypatch.setattr(
+        linear_kernels, "imported", lambda module, name: print if name.startswith("chunk_kda") else None
+    )
+    linear_kernels._has_places.cache_clear()
+    with pytest.warns(UserWarning, match=r"kda\(\) is computed in PyTorch, slowly: .* use fla-core 0.6"):
+        assert linear_kernels.find("kda()", torch.device("cuda"), torch.bfloat16, 128) is None
+    linear_kernels._has_places.cache_clear()
 
 
-@pytest.mark.parametrize("world_size", on_ranks(2))
-def test_long_rows_in_equal_parts_are_left_to_the_kernels_own_exchange(pools, world_size: int) -> None:
-    for layer, documents, layout, calls in (
-        ("gated_delta_rule", "one", "zigzag", 1),
-        ("kda", "packed", "contiguous", 1),
-        ("gated_delta_rule", "rows", "zigzag", 1),  # with padding
-        ("gated_delta_rule", "packed", "balanced", 0),
-    ):
-        for count, differs in pools(world_size).run(by_torch_and_by_the_kernels_own_exchange, layer, documents, layout):
-            assert count == calls
-            assert max(differs) < 1e-10
+def test_a_context_of_ours_is_asked_in_place_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other one."""
+    names = list(linear_kernels._PLACES)
+    module = SimpleNamespace(**{name: lambda *args, context=None, name=name, **kw: (name, context) for name in names})
+    monkeypatch.setattr(linear_kernels.importlib, "import_module", lambda name: module)
+    linear_kernels._has_places.cache_clear()
+    linear_kernels.imported.cache_clear()
+    assert linear_kernels._has_places("gated_delta_rule()")
+    ours = object.__new__(linear_kernels.Exchange)
+    for name, method in linear_kernels._PLACES.items():
+        monkeypatch.setattr(ours, method, lambda *args, method=method, **kwargs: (method, args, kwargs), raising=False)
+        assert getattr(module, name)(1, context=ours, g=2) == (method, (1,), dict(g=2))
+        assert getattr(module, name)(1, context="theirs") == (name, "theirs")
+    linear_kernels._has_places.cache_clear()
+    linear_kernels.imported.cache_clear()
+
+
+@pytest.mark.parametrize("layer", ["gated_delta_rule", "kda"])
+def test_effects_of_segments_are_those_of_their_chunks(layer: str) -> None:
+    """Also on gradients of states."""
+    pytest.importorskip("triton")
+    from ringattn.kernels.triton.delta_effect import Chunks, effect, effect_backward
+    from ringattn.kernels.triton.primitives import INTERPRETED
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not INTERPRETED.value:
+        pytest.skip("needs a GPU or Triton's interpreter")
+    size, heads, key_heads, dim, dim_v, bounds = (
+        16,
+        4,
+        4 if layer == "kda" else 2,
+        24,
+        40,
+        [(0, 50), (50, 52), (52, 100)],
+    )
+    length, scale = bounds[-1][1], 0.3
+    q, k = (F.normalize(randn(1, length, key_heads, dim, seed=s), dim=-1) for s in (1, 2))
+    v, dout = (randn(1, length, heads, dim_v, seed=s) for s in (3, 4))
+    g = -F.softplus(randn(1, length, heads, dim, seed=5)) / 4
+    g, beta = g if layer == "kda" else g[..., 0], randn(1, length, heads, seed=6).sigmoid()
+    # what the package's kernels know of chunks, by the definitions at linear._chunk
+    w, u, dv, sums, wanted = torch.zeros_like(v[..., :1].expand(-1, -1, -1, dim)), v.clone(), v.clone(), g.clone(), []
+    keys, queries = k.clone(), q.clone()
+    for first, end in bounds:
+        whole = states.Affine(torch.eye(dim).double().expand(heads, dim, dim), torch.zeros(heads, dim, dim_v).double())
+        start = torch.zeros(heads, dim, dim_v, dtype=torch.float64, requires_grad=True)
+        now, outs = start, []
+        for a in range(first, end, size):
+            t = slice(a, min(a + size, end))
+            one = [x[0, t].transpose(0, 1) for x in (q, k, v, g, beta)]
+            one[:2] = [x.repeat_interleave(heads // key_heads, 0) for x in one[:2]]
+            reads, out, change = linear._chunk(*one, torch.tensor(False))
+            decay = (one[3] if layer == "kda" else one[3][..., None]).cumsum(-2)
+            sums[0, t] = (decay if layer == "kda" else decay[..., 0]).transpose(0, 1)
+            lower = torch.ones(len(decay[0]), len(decay[0])).tril().bool()
+            between = (decay[..., :, None, :] - decay[..., None, :, :]).masked_fill(~lower[..., None], -torch.inf).exp()
+            scores = [
+                torch.einsum("hik,hjk,hijk->hij", x, one[1], between.expand(*between.shape[:-1], dim)) for x in one[:2]
+            ]
+            system = torch.eye(len(lower)) + (scores[1] * one[4][..., None]).tril(-1)
+            w[0, t] = torch.linalg.solve(system, one[4][..., None] * decay.exp() * one[1]).transpose(0, 1)
+            u[0, t] = torch.linalg.solve(system, one[4][..., None] * one[2]).transpose(0, 1)
+            dv[0, t] = (scale * scores[0].mT @ dout[0, t].transpose(0, 1)).transpose(0, 1)
+            if layer == "kda":  # whose kernels have decays in keys and queries
+                keys[0, t] = (one[1] * (decay[:, -1:] - decay).exp()).transpose(0, 1)
+                queries[0, t] = (one[0] * decay.exp()).transpose(0, 1)
+            outs.append(scale * (reads @ now + out))
+            now, whole = change(now), whole.then(change)
+        (c,) = torch.autograd.grad(torch.cat(outs, 1), start, dout[0, first:end].transpose(0, 1))
+        wanted.append((whole.a, whole.b, c))
+    queries, keys, w, u, dout, dv, sums = (
+        x.float().to(device) for x in (queries, keys, w, u, dout, dv, sums * math.log2(math.e))
+    )
+    chunks = Chunks(keys, w, *((None, sums) if layer == "kda" else (sums, None)), size)
+    table = torch.tensor(bounds, device=device)
+    got = *effect(chunks, u, table), effect_backward(chunks, queries, dout, dv, scale, table)
+    for x, want in zip(got, zip(*wanted, strict=True), strict=True):
+        exact = torch.stack(want)
+        # The sums of a chunk have at most 40 terms, and four chunks follow each other; TF32 on a GPU
+        rounding = 2.0**-10 if device == "cuda" else 2.0**-24
+        assert (x.cpu() - exact).abs().max() <= 4 * 40 * rounding * exact.abs().max()
 
 
 # --- Layers -------------------------------------------------------------------------------------------------------
@@ -217,7 +293,7 @@ def test_every_layer_is_the_recurrence_token_by_token(
     layer: str, documents: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel:
-        monkeypatch.setattr(linear_kernels, "find", fake)
+        by_kernels(monkeypatch)
     x, dout = tensors(layer), randn(BATCH, SEQ, HEADS, VALUES, seed=9)
     alone = make_plan(virtual.VirtualRank(0, 1), documents)
     want = gradients(lambda y: sequential(layer, y, alone), x, dout)
@@ -247,7 +323,7 @@ def test_every_layer_is_the_recurrence_token_by_token(
 @pytest.mark.parametrize("layer", LAYERS)
 def test_ranks_without_tokens_take_part(layer: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel:
-        monkeypatch.setattr(linear_kernels, "find", fake)
+        by_kernels(monkeypatch)
 
     def body(rank: virtual.VirtualRank) -> dict[str, Tensor]:
         plan = ringattn.plan(2, rank, causal=True, layout="contiguous")
@@ -268,7 +344,7 @@ def test_ranks_without_tokens_take_part(layer: str, kernel: bool, monkeypatch: p
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rows_go_on_from_the_state_of_earlier_ones(layer: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel:
-        monkeypatch.setattr(linear_kernels, "find", fake)
+        by_kernels(monkeypatch)
     x, first = tensors(layer), 67
     alone = make_plan(virtual.VirtualRank(0, 1), "one")
     want = sequential(layer, x, alone)

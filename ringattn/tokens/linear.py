@@ -23,7 +23,7 @@ from torch import Tensor
 from ..operators import check_transforms
 from ..plans import Plan, not_a_plan
 from . import linear_kernels
-from .states import Affine, before, chunks, runs
+from .states import Affine, Links, chain, chunks, runs
 
 
 def gated_delta_rule(
@@ -201,14 +201,14 @@ def recurrence(
         raise NotImplementedError(f"{what} has no operator for torch.compile; call it outside of a compiled graph")
     try:
         _check(what, x, plan)
-        any_tokens = any(len(held) for held, *_ in plan.once(runs, state is not None))
+        plan.once(runs, state is not None, final)
     except ValueError as error:  # the other ranks must hear of it
         plan.refuse(what, error)
         raise
     q, k, v, g, beta = x
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernel = linear_kernels.find(what, v.device, narrow or v.dtype, q.shape[-1]) if any_tokens else None
-    if kernel is not None:
+    kernel = linear_kernels.find(what, v.device, narrow or v.dtype, q.shape[-1])
+    if kernel is not None and not (beta is not None and state is not None and state.requires_grad):
         q, k, v = (y.to(narrow or v.dtype) for y in (q, k, v))
         options: dict[str, Any] = dict(scale=scale) | (dict(use_qk_l2norm_in_kernel=True) if norm else {})
         several = dict(q=q, k=k, v=v, g=g) | ({} if beta is None else dict(beta=beta))
@@ -231,14 +231,11 @@ def recurrence(
         q, k, v, g = map(chunked, (q, k, v, g))
         first = table.first[:, :, :, None, None, None]
         reads, out, effect = _chunk(q, k, v, g, None if beta is None else chunked(beta), first)
-        prefix = Affine.identity(Affine(*(x[:, :, 0] for x in effect)))
-        prefixes = []
-        for n in range(effect.b.shape[2]):
-            prefixes.append(prefix)
-            prefix = prefix.then(Affine(*(x[:, :, n] for x in effect)))
-        states = Affine(*(torch.stack(x, 2) for x in zip(*prefixes, strict=True)))
-        before_stretches, after = before(plan, table.order, prefix, what, state)
-        out = out + reads @ states(before_stretches[:, :, None])
+        dims = effect.b.shape[:3]
+        index = torch.arange(dims.numel(), device=q.device)
+        links = Links(index.view(dims[0] * dims[1], dims[2]), index, dims[0], table.order)
+        states, after = chain(plan, links, Affine(*(x.flatten(0, 2) for x in effect)), what, state)
+        out = out + reads @ states.unflatten(0, dims)
         out = out.movedim(3, 4)  # (batch, stretches, chunks, size, heads, V)
         flat = out.reshape(out.shape[0], out.shape[1:4].numel(), *out.shape[4:])
         flat = torch.cat([flat, flat.new_zeros((flat.shape[0], 1, *flat.shape[2:]))], 1)

@@ -1,36 +1,32 @@
 """The recurrence of :mod:`.linear` by the kernels of flash-linear-attention, ``fla``.
 
 A rank's tokens are segments, those of one document in one stretch, which a kernel takes as ``cu_seqlens``: no call for
-each document. Only the first segment of a stretch can continue a document. For it we also need what its tokens read of
-the state before it, and its effect on that state, which the kernels don't return. With the delta rule both are columns
-of a wider state, since the recurrence treats columns of v and S alike:
+each document. Those that continue a document, or are continued, are linked by states (:func:`.states.chain`), for
+which their effect is needed; the kernels don't return it. Other documents are a call of their own.
 
-    v = (v, 0), S before it = (0, I)   ->   out = (out of no state, reads), S after it = (b, a)
+* Where decays alone act on a state (Mamba-2, lightning attention), the effect is the state after a segment that begins
+  with none, and the sum of its decays; what its tokens read of the state before it is one product.
+* The delta rules' kernels have a place for such an exchange between what they compute of each chunk and the recurrence
+  over chunks, and one in the backward: that of fla's own context parallelism, whose functions are called with a
+  ``cp_context``. :class:`Exchange` takes that place, with kernels of :mod:`..kernels.triton.delta_effect`: for any
+  layout and documents. fla's own takes one row in equal parts, and goes through it alone, chunk by chunk.
 
-so that one call gives all, exactly, and torch has its gradients. Where decays alone act on a state, both are products.
 mamba-ssm's scan is not used: its states of several segments (``return_varlen_states``) have no backward.
-
-With long documents that is most of the tokens. There, and where ranks hold one row in equal parts, the kernels of the
-delta rules exchange states by themselves, in ``cp_context``: they compose the effect of a stretch in a pass of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..layouts import shards as layouts
 from ..plans import Plan
-from ..training.batch import begins
-from ..transport.group import GroupTransport
-from .exchange import wrong_device
-from .states import Affine, Order, before, cuts, order, runs
+from .states import Affine, Links, Order, chain, cuts, order, runs
 
 KERNELS = {
     "gated_delta_rule()": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
@@ -38,13 +34,23 @@ KERNELS = {
     "ssd()": ("fla.ops.simple_gla", "chunk_simple_gla"),
     "lightning_attention()": ("fla.ops.simple_gla", "chunk_simple_gla"),
 }
-_LAYOUTS = ("contiguous", "zigzag")  # as fla calls them
+# Linked segments of a delta rule are cut to this many tokens: their effects are computed at the same time.
+LONGEST = 8192
+# fla's functions that exchange states, in each of its modules that call them, and our methods.
+_PLACES = {
+    "chunk_gated_delta_rule_fwd_h_pre_process": "forward",
+    "chunk_gated_delta_rule_bwd_dhu_pre_process": "backward",
+    "compress_h0": "kept",
+    "expand_h0": "kept",
+}
+_CALLERS = {"gated_delta_rule()": ("gated_delta_rule.chunk",), "kda()": ("kda.chunk_fwd", "kda.chunk_bwd")}
 
 
 def find(what: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Callable[..., Any] | None:
     """Return the kernel of a layer for tensors of this kind, or None: then PyTorch computes it."""
-    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim <= 256
-    return imported(*KERNELS[what]) if fits else None
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim > 256:
+        return None
+    return imported(*KERNELS[what]) if _has_places(what) else None
 
 
 @functools.cache
@@ -54,6 +60,38 @@ def imported(module: str, name: str) -> Callable[..., Any] | None:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
+
+
+@functools.cache
+def _has_places(what: str) -> bool:
+    """Return whether an :class:`Exchange` can take part in the kernel of a layer, and let it from now on."""
+    found = set()
+    for module in _CALLERS.get(what, ()):
+        for name, method in _PLACES.items():
+            function = imported(f"fla.ops.{module}", name)
+            if function is not None:
+                setattr(importlib.import_module(f"fla.ops.{module}"), name, _or_ours(function, method))
+                found.add(name)
+    complete = what not in _CALLERS or found == set(_PLACES)
+    if not complete and imported(*KERNELS[what]) is not None:
+        warnings.warn(
+            f"{what} is computed in PyTorch, slowly: this version of flash-linear-attention exchanges no states in "
+            f"{', '.join(sorted(set(_PLACES) - found))}; use fla-core 0.6",
+            stacklevel=2,
+        )
+    return complete
+
+
+def _or_ours(function: Callable[..., Any], method: str) -> Callable[..., Any]:
+    """Return fla's function, which is a method of the context where that is an :class:`Exchange`."""
+
+    @functools.wraps(function)
+    def either(*args: Any, context: Any, **kwargs: Any) -> Any:
+        if isinstance(context, Exchange):
+            return getattr(context, method)(*args, **kwargs)
+        return function(*args, context=context, **kwargs)
+
+    return either
 
 
 class Part(NamedTuple):
@@ -69,70 +107,79 @@ class Part(NamedTuple):
     on_host: Tensor
 
     @property
-    def lengths(self) -> list[int]:
-        return self.on_host.diff().tolist()
+    def lengths(self) -> dict[str, Tensor]:
+        """The arguments of a kernel that say where segments begin."""
+        return dict(cu_seqlens=self.cu_seqlens, cu_seqlens_cpu=self.on_host)
 
-    def of(self, x: Tensor) -> Tensor:
-        """Return the part (1, tokens, ...) of a tensor (batch, tokens, ...)."""
-        x = x.flatten(0, 1)
-        return (x if self.tokens is None else x[self.tokens])[None]
+    def of(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the part (1, tokens, ...) of tensors (batch, tokens, ...)."""
+        flat = {name: y.flatten(0, 1) for name, y in x.items()}
+        return {name: (y if self.tokens is None else y[self.tokens])[None] for name, y in flat.items()}
 
 
 class Segments(NamedTuple):
     """This rank's tokens of all rows as segments.
 
     Attributes:
-        continuing: segments that continue a document of another stretch, or None.
-        others: those that begin one, or None.
-        stretch: (continuing segments,) their stretches, counted over all rows.
-        effect_a, effect_b: (rows, stretches) the last segment of each, for its effect: an index into the continuing
-            ones, zero and identity; and one into both parts, and zero.
+        linked: segments that continue a document or are continued, or None.
+        others: those that are documents, or None.
+        ahead, back: how states pass through the linked ones, whose maps are those of ``continued``; and gradients of
+            states, whose maps are those of ``continuing``.
+        continued, continuing: linked segments that are continued, and that continue a document.
+        both: of each continuing one, which of the continued ones it is; their number: none.
         place: of each token in both parts, one after the other; their number: nowhere, as padding. None: as they are.
-        order: of the stretches of all ranks.
     """
 
-    continuing: Part | None
+    linked: Part | None
     others: Part | None
-    stretch: Tensor
-    effect_a: Tensor
-    effect_b: Tensor
+    ahead: Links
+    back: Links
+    continued: Tensor
+    continuing: Tensor
+    both: Tensor
     place: Tensor | None
-    order: Order
 
 
-def segments(plan: Plan, rows: int, device: torch.device, continues: bool) -> Segments:
-    """Return the segments of this rank's tokens in ``rows`` rows, see :func:`.states.runs`."""
-    several = plan.once(runs, continues)
-    length = plan.local_lengths[plan.rank]
-    stretches = len(plan.shards[plan.rank])
-    tokens: tuple[list[Tensor], list[Tensor]] = ([], [])  # of each segment: that continue, others
-    where: list[int] = []
-    last = torch.full((rows, stretches), -1)  # segment: continuing ones count from 0, others down from -2
+def segments(
+    plan: Plan, rows: int, device: torch.device, continues: bool, final: bool, longest: int | None
+) -> Segments:
+    """Return the segments of this rank's tokens in ``rows`` rows, see :func:`.states.runs`, linked ones of at most
+    ``longest`` tokens."""
+    several = plan.once(runs, continues, final)
+    length, stretches = plan.local_lengths[plan.rank], len(plan.shards[plan.rank])
+    linked: list[Tensor] = []
+    others: list[Tensor] = []
+    where, begins, goes_on = [], [], []  # of the linked ones
     for row in range(rows):
-        held, stretch, new = several[row if len(several) > 1 else 0]
-        opens = cuts(stretch, new).nonzero()[:, 0]
-        pieces = (held + row * length).tensor_split(opens[1:])
-        for piece, s, first in zip(pieces, stretch[opens].tolist(), new[opens].tolist(), strict=len(held) > 0):
-            one = tokens[first]
-            last[row, s] = -2 - len(one) if first else len(one)
-            one.append(piece)
-            if not first:
-                where.append(row * stretches + s)
-    count, total = len(tokens[0]), len(tokens[0]) + len(tokens[1])
-    effect_a = torch.where(last >= 0, last, torch.where(last == -1, count + 1, count))
-    effect_b = torch.where(last >= 0, last, torch.where(last == -1, total, count - 2 - last))
-    all_tokens = torch.cat([*tokens[0], *tokens[1], torch.empty(0, dtype=torch.long)])
+        run = several[row if len(several) > 1 else 0]
+        opens = cuts(run.stretch, run.new).nonzero()[:, 0]
+        ends = torch.cat([opens[1:], opens.new_tensor([len(run.held)] * (len(opens) > 0))]) - 1
+        pieces = (run.held + row * length).tensor_split(opens[1:])[: len(opens)]
+        flags = zip(pieces, run.stretch[opens].tolist(), run.new[opens].tolist(), run.more[ends].tolist(), strict=True)
+        for piece, stretch, new, more in flags:
+            if new and not more:
+                others.append(piece)
+                continue
+            parts = piece.split(longest or len(piece))
+            linked += parts
+            where += [row * stretches + stretch] * len(parts)
+            begins += [new] + [False] * (len(parts) - 1)
+            goes_on += [True] * (len(parts) - 1) + [more]
+    tokens = torch.cat([*linked, *others, torch.empty(0, dtype=torch.long)])
     every = torch.arange(rows * length)
-    place = torch.full_like(every, len(all_tokens))
-    place[all_tokens] = every[: len(all_tokens)]
+    place = torch.full_like(every, len(tokens))
+    place[tokens] = every[: len(tokens)]
+    continued, continuing = torch.tensor(goes_on, dtype=torch.bool), ~torch.tensor(begins, dtype=torch.bool)
+    of_all = plan.once(order, device)
     return Segments(
-        continuing=_part(tokens[0], every, device),
-        others=_part(tokens[1], every, device),
-        stretch=torch.tensor(where, dtype=torch.long, device=device),
-        effect_a=effect_a.to(device),
-        effect_b=effect_b.to(device),
+        linked=_part(linked, every, device),
+        others=_part(others, every, device),
+        ahead=_links(where, continued, rows, stretches, of_all, False),
+        back=_links(where, continuing, rows, stretches, of_all.reversed, True),
+        continued=continued.nonzero()[:, 0].to(device),
+        continuing=continuing.nonzero()[:, 0].to(device),
+        both=_numbers(continued)[continuing].to(device),
         place=None if torch.equal(place, every) else place.to(device),
-        order=plan.once(order, device),
     )
 
 
@@ -143,36 +190,24 @@ def _part(tokens: list[Tensor], every: Tensor, device: torch.device) -> Part | N
     return Part(None if torch.equal(index, every) else index.to(device), ends.to(device), ends)
 
 
-class Context(NamedTuple):
-    """What fla knows of the row that ranks share, and which of this rank's tokens (1, tokens, 1, 1) are no padding;
-    None: all."""
-
-    context: Any
-    real: Tensor | None
+def _numbers(some: Tensor) -> Tensor:
+    """Return the numbers of some segments among those, and their count for the others."""
+    return torch.where(some, some.cumsum(0) - 1, some.sum())
 
 
-def context(plan: Plan, device: torch.device) -> Context | None:
-    """Return the context in which fla's kernels exchange states, the same on all ranks; None where it can't describe
-    the plan: one row in equal parts, as they are contiguous or zigzag, real tokens in each, documents without gaps."""
-    build = imported("fla.ops.cp", "build_cp_context")
-    ranks, documents = plan.world_size, begins(plan)
-    if build is None or ranks == 1 or not isinstance(plan.transport, GroupTransport) or torch.version.hip:
-        return None
-    several = 2 * ranks if plan.layout == "zigzag" else ranks
-    parts = torch.arange(plan.seq_len).tensor_split(several)
-    expected = [torch.cat([parts[r], parts[-1 - r]]) if several > ranks else parts[r] for r in range(ranks)]
-    positions = [layouts.positions(shard) for shard in plan.shards]
-    begin, real = documents.begin[0], documents.real[0]
-    key = torch.where(real, begin, -1)
-    starts = torch.cat([torch.ones(1, dtype=torch.bool), key[1:] != key[:-1]]).nonzero()[:, 0]
-    whole = len(set(begin[starts][real[starts]].tolist())) == int(real[starts].sum())
-    held = all(torch.equal(a, b) and bool(real[a].any()) for a, b in zip(positions, expected, strict=True))
-    if len(documents.real) > 1 or plan.seq_len % several or not held or not whole:
-        return None
-    ends = torch.cat([starts, torch.tensor([plan.seq_len])])
-    own = real[positions[plan.rank]][None, :, None, None]
-    shared = build(ends.to(device), plan.transport.group, cu_seqlens_cpu=ends, layout=_LAYOUTS[several > ranks])
-    return Context(shared, None if bool(own.all()) else own.to(device))
+def _links(where: list[int], mapped: Tensor, rows: int, stretches: int, order: Order, backwards: bool) -> Links:
+    """Return the links of segments in the stretches ``where``, of which some have maps."""
+    chains: list[list[int]] = [[] for _ in range(rows * stretches)]
+    for segment in reversed(range(len(where))) if backwards else range(len(where)):
+        chains[where[segment]].append(segment)
+    most = max(map(len, chains), default=0) or 1
+    index = torch.full((len(chains), most), int(mapped.sum()) + 1)
+    places, numbers = torch.zeros(len(where), dtype=torch.long), _numbers(mapped)
+    for n, chain_of in enumerate(chains):
+        index[n, : len(chain_of)] = numbers[chain_of]
+        places[chain_of] = n * most + torch.arange(len(chain_of))
+    device = order.all.device
+    return Links(index.to(device), places.to(device), rows, order)
 
 
 def run(
@@ -185,80 +220,61 @@ def run(
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the recurrence of q, k, v, g and, for the delta rule, beta, from a state before it, and with ``final`` the
-    state after it. Shapes fit, and this rank has tokens."""
-    local = _delta_rule if "beta" in x else _decays
+    state after it. Shapes fit."""
     rows, length, heads, dim_v = x["v"].shape
-    simple = local is _delta_rule and rows == 1 and state is None and not final
-    shared = plan.once(context, x["v"].device) if simple else None
-    if shared is not None:
-        plan.begin(what, dict(plan=plan.digest, kernel=kernel.__name__), wrong_device(plan, x["v"]))
-        with torch.autocast(x["v"].device.type, enabled=False):
-            out: Tensor = kernel(*x.values(), cp_context=shared.context, **options)[0]
-        return (out if shared.real is None else torch.where(shared.real, out, 0)), None
-    table = plan.once(segments, rows, x["v"].device, state is not None)
+    delta, dim = "beta" in x, x["k"].shape[3]
+    longest = LONGEST if delta and plan.world_size > 1 else None
+    table = plan.once(segments, rows, x["v"].device, state is not None, final, longest)
+    if not delta:
+        x = x | {name: x[name].repeat_interleave(heads // x[name].shape[2], 2) for name in ("q", "k")}
+    states = (Exchange if delta else Decays)(plan, table, what, state)
     with torch.autocast(x["v"].device.type, enabled=False):
-        outs, maps, reads = [], [], None
-        if table.continuing is not None:
-            of = {name: table.continuing.of(y) for name, y in x.items()}
-            out, reads, effect = local(kernel, of, table.continuing, True, options)
-            outs, maps = [out], [effect]
+        outs = []
+        if table.linked is not None:
+            outs.append(states.through(kernel, table.linked, table.linked.of(x), options))
         if table.others is not None:
-            of = {name: table.others.of(y) for name, y in x.items()}
-            out, _, effect = local(kernel, of, table.others, False, options)
-            outs, maps = [*outs, out], [*maps, effect]
-        neutral = Affine.identity(Affine(*(y[:1] for y in maps[0])))
-        effect = Affine(
-            torch.cat([*(m.a for m in maps[: reads is not None]), 0 * neutral.a, neutral.a])[table.effect_a],
-            torch.cat([*(m.b for m in maps), neutral.b])[table.effect_b],
-        )
-        states, after = before(plan, table.order, effect, what, state)
-        states = states.flatten(0, 1)
-        if reads is None or table.continuing is None:
-            outs[0] = _Takes.apply(outs[0], states)
-        else:
-            pieces = zip(reads[0].split(table.continuing.lengths), states[table.stretch].to(reads.dtype), strict=True)
-            outs[0] = outs[0] + torch.cat([(r.transpose(0, 1) @ state).transpose(0, 1) for r, state in pieces])
+            outs.append(kernel(**table.others.of(x), **table.others.lengths, **options)[0])
+        if not outs:  # no tokens, which are part of all tensors
+            outs.append(x["v"].flatten(0, 1)[None, :0] + sum(y[:, :0].sum().to(x["v"].dtype) for y in x.values()))
+        if table.linked is None:
+            outs[0] = states.without(outs[0], dim)
         flat = torch.cat(outs, 1)[0] if len(outs) > 1 else outs[0][0]
         if table.place is not None:
             flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[table.place]
-        return flat.view(rows, length, heads, dim_v), after
+        return flat.view(rows, length, heads, dim_v), states.after if final else None
 
 
-def _delta_rule(
-    kernel: Callable[..., Any], x: dict[str, Tensor], part: Part, continues: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None, Affine]:
-    """Return outputs (1, tokens, heads, V), what they read of the state (1, tokens, heads, K), and the effect of each
-    segment. Without ``continues`` they read nothing, and the effect's ``a`` is the identity, for its shape alone."""
-    v, state = x["v"], None
-    dims = [v.shape[3], x["k"].shape[3]]
-    eye = torch.eye(dims[1], dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
-    if continues:
-        state = F.pad(eye, (dims[0], 0)).expand(len(part.lengths), v.shape[2], -1, -1).contiguous()
-        v = F.pad(v, (0, dims[1]))
-    out, after = kernel(
-        x["q"], x["k"], v, x["g"], x["beta"], initial_state=state, output_final_state=True, cu_seqlens=part.cu_seqlens,
-        cu_seqlens_cpu=part.on_host, **options,
-    )  # fmt: skip
-    if not continues:
-        return out, None, Affine(eye.expand(*after.shape[:2], -1, -1), after)
-    (out, reads), (b, a) = out.split(dims, -1), after.split(dims, -1)
-    return out, reads, Affine(a, b)
+class Decays:
+    """How states pass through segments on which decays alone act.
 
+    Attributes:
+        after: (rows, heads, K, V), after :meth:`through` or :meth:`without`.
+    """
 
-def _decays(
-    kernel: Callable[..., Any], x: dict[str, Tensor], part: Part, continues: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None, Affine]:
-    q, k = (y.repeat_interleave(x["v"].shape[2] // y.shape[2], 2) for y in (x["q"], x["k"]))
-    out, after = kernel(
-        q, k, x["v"], x["g"], initial_state=None, output_final_state=True, cu_seqlens=part.cu_seqlens,
-        cu_seqlens_cpu=part.on_host, **options,
-    )  # fmt: skip
-    if not continues:
-        return out, None, Affine(after.new_ones(1, 1, 1, 1).expand(*after.shape[:2], -1, -1), after)
-    since = [g.cumsum(1) for g in x["g"].split(part.lengths, 1)]
-    a = torch.cat([g[:, -1] for g in since]).exp()[..., None, None].to(after.dtype)
-    reads = (q * (torch.cat(since, 1).exp() * options["scale"])[..., None]).to(out.dtype)
-    return out, reads, Affine(a, after)
+    def __init__(self, plan: Plan, table: Segments, what: str, state: Tensor | None) -> None:
+        self.plan, self.table, self.what, self.state = plan, table, what, state
+
+    def through(self, kernel: Callable[..., Any], part: Part, x: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+        """Return the outputs (1, tokens, heads, V) of linked segments."""
+        out, ends = kernel(**x, **part.lengths, initial_state=None, output_final_state=True, **options)
+        lengths = part.on_host.diff().tolist()
+        since = [g.cumsum(1) for g in x["g"].split(lengths, 1)]
+        a = torch.cat([g[:, -1] for g in since]).exp()[..., None, None].to(ends.dtype)
+        several = self.table.continued
+        states, self.after = chain(
+            self.plan, self.table.ahead, Affine(a[several], ends[several]), self.what, self.state
+        )
+        reads = (x["q"] * (torch.cat(since, 1).exp() * options["scale"])[..., None]).to(out.dtype)
+        pieces = zip(reads[0].split(lengths), states.to(reads.dtype), strict=True)
+        return out + torch.cat([(r.transpose(0, 1) @ state).transpose(0, 1) for r, state in pieces])
+
+    def without(self, out: Tensor, dim: int) -> Tensor:
+        """Return outputs as they are, of a rank without linked segments: it takes part in the exchange, and in its
+        backward."""
+        b = out[0, :0, :, None].expand(-1, -1, dim, -1).to(torch.promote_types(out.dtype, torch.float32))
+        maps = Affine(b[..., :1, :1], b)
+        _, self.after = chain(self.plan, self.table.ahead, maps, self.what, self.state)
+        return _Takes.apply(out, self.after)  # type: ignore[no-any-return]
 
 
 class _Takes(torch.autograd.Function):
@@ -272,3 +288,102 @@ class _Takes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return dout, ctx.states
+
+
+class Exchange:
+    """How states, and gradients of states, pass through segments of a delta rule: the ``cp_context`` of its kernel,
+    which calls the methods of :data:`_PLACES`.
+
+    Attributes:
+        cu_seqlens, cu_seqlens_cpu: of the linked segments, for the kernel.
+        after: (rows, value heads, K, V), after :meth:`through` or :meth:`without`. Its backward raises
+            NotImplementedError.
+    """
+
+    def __init__(self, plan: Plan, table: Segments, what: str, state: Tensor | None) -> None:
+        self.plan, self.table, self.what, self.state = plan, table, what, state
+        _, self.cu_seqlens, self.cu_seqlens_cpu = table.linked or (None, None, None)
+
+    def through(self, kernel: Callable[..., Any], part: Part, x: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+        """Return the outputs (1, tokens, value heads, V) of linked segments."""
+        out: Tensor = kernel(**x, cp_context=self, **options)[0]
+        self.after = _Final.apply(self.after, out, self.what)
+        return out
+
+    def without(self, out: Tensor, dim: int) -> Tensor:
+        """As :meth:`Decays.without`."""
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        maps = (out.new_empty(0, out.shape[2], dim, n, dtype=dtype) for n in (dim, out.shape[3]))
+        out = _Bystander.apply(out, self, *maps)
+        self.after = _Final.apply(self.after, out, self.what)
+        return out
+
+    def forward(self, *, u: Tensor, **x: Any) -> Tensor:
+        """Return the states (segments, value heads, K, V) before the linked segments."""
+        from ..kernels.triton.delta_effect import effect
+
+        return self.ahead(Affine(*effect(self._chunks(x), u, self._bounds(self.table.continued))))
+
+    def backward(self, *, q: Tensor, do: Tensor, dv: Tensor, scale: float, **x: Any) -> tuple[Tensor, None]:
+        """Return the gradients of the states after the linked segments, and None: those before them are not wanted."""
+        from ..kernels.triton.delta_effect import effect_backward
+
+        bounds = self._bounds(self.table.continuing)
+        return self.back(effect_backward(self._chunks(x), q, do, dv, scale, bounds)), None
+
+    def _chunks(self, x: dict[str, Any]) -> Any:
+        from ..kernels.triton.delta_effect import Chunks
+
+        return Chunks(x["k"], x["w"], x.get("g"), x.get("gk"), x["chunk_size"])
+
+    def _bounds(self, segments: Tensor) -> Tensor:
+        """Return (segments, 2), the first token and the end of some segments."""
+        assert self.cu_seqlens is not None
+        return torch.stack([self.cu_seqlens[:-1], self.cu_seqlens[1:]], 1)[segments]
+
+    def kept(self, h0: Tensor) -> Tensor:
+        """Return the states that a forward leaves for the backward."""
+        return h0
+
+    def ahead(self, maps: Affine) -> Tensor:
+        """Return the states before the linked segments, from the effects of those that are continued."""
+        self.a = maps.a
+        states, self.after = chain(self.plan, self.table.ahead, maps, self.what, self.state)
+        return states
+
+    def back(self, c: Tensor) -> Tensor:
+        """Return the gradients of the states after the linked segments, from c of those that continue a document."""
+        a = torch.cat([self.a, self.a.new_zeros(1, *self.a.shape[1:])])[self.table.both].mT
+        return chain(self.plan, self.table.back, Affine(a, c), f"{self.what} backward")[0]
+
+
+class _Bystander(torch.autograd.Function):
+    """A tensor as it is, of a rank without linked segments that takes part in an exchange and in its backward; a is
+    (0, value heads, K, K), and b (0, value heads, K, V)."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, exchange: Exchange, a: Tensor, b: Tensor) -> Tensor:
+        exchange.ahead(Affine(a, b))
+        ctx.exchange, ctx.b = exchange, b
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        ctx.exchange.back(ctx.b)
+        return dout, None, None, None
+
+
+class _Final(torch.autograd.Function):
+    """The state after all tokens, without a gradient, which is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, after: Tensor, out: Tensor, what: str) -> Tensor:
+        ctx.what = what
+        return after.view_as(after)
+
+    @staticmethod
+    def backward(ctx: Any, dafter: Tensor) -> NoReturn:  # type: ignore[override]
+        raise NotImplementedError(
+            f"the state after {ctx.what} has no gradient in the kernels of flash-linear-attention: detach() it, or "
+            "compute in float32"
+        )

@@ -69,6 +69,11 @@ class Order(NamedTuple):
     all: Tensor
     own: Tensor
 
+    @property
+    def reversed(self) -> Order:
+        """The stretches in the opposite order, as gradients pass through them."""
+        return Order(self.counts, self.all.flip(0), len(self.all) - 1 - self.own)
+
 
 def order(plan: Plan, device: torch.device) -> Order:
     """Return the stretches of all ranks; :meth:`.Plan.once` keeps them."""
@@ -79,9 +84,25 @@ def order(plan: Plan, device: torch.device) -> Order:
     return Order(counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)))
 
 
-def runs(plan: Plan, continues: bool = False) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each row of the plan's documents, of this rank's tokens without padding: local indices, their
-    stretches, and whether a document begins with the token. With ``continues`` the first one of a row doesn't begin.
+class Run(NamedTuple):
+    """This rank's tokens of a row, without padding, in the order of positions.
+
+    Attributes:
+        held: local indices.
+        stretch: the stretch of each.
+        new: whether a document begins with the token.
+        more: whether the next token of the row, wherever it lies, belongs to the same document.
+    """
+
+    held: Tensor
+    stretch: Tensor
+    new: Tensor
+    more: Tensor
+
+
+def runs(plan: Plan, continues: bool = False, final: bool = False) -> list[Run]:
+    """Return this rank's tokens of each row of the plan's documents. With ``continues`` the first token of a row
+    doesn't begin a document, and with ``final`` its last one doesn't end one.
 
     Raises:
         ValueError: a layout whose ranks hold single tokens instead of stretches.
@@ -97,14 +118,16 @@ def runs(plan: Plan, continues: bool = False) -> list[tuple[Tensor, Tensor, Tens
     stretch = torch.repeat_interleave(torch.arange(len(shard)), torch.tensor([len(r) for r in shard], dtype=torch.long))
     rows = []
     for begin, real in zip(documents.begin, documents.real, strict=True):
-        held = real[positions].nonzero()[:, 0]
-        previous = torch.full_like(begin, -1)  # of each token: the document of the one before, without padding
         where = real.nonzero()[:, 0]
-        previous[where[1:]] = begin[where[:-1]]
-        if continues:
-            previous[where[:1]] = begin[where[:1]]
+        of = begin[where]
+        new = torch.ones_like(real)
+        new[where[1:]] = of[1:] != of[:-1]
+        new[where[:1]] = not continues
+        more = torch.full_like(new, final)
+        more[where[:-1]] = ~new[where[1:]]
+        held = real[positions].nonzero()[:, 0]
         p = positions[held]
-        rows.append((held, stretch[held], begin[p] != previous[p]))
+        rows.append(Run(held, stretch[held], new[p], more[p]))
     return rows
 
 
@@ -137,7 +160,7 @@ def chunks(plan: Plan, size: int, device: torch.device, continues: bool = False)
     several = plan.once(runs, continues)
     count, length = len(plan.shards[plan.rank]), plan.local_lengths[plan.rank]
     rows = []
-    for held, s, new in several:
+    for held, s, new, _ in several:
         rank, cut = torch.arange(len(held)), cuts(s, new)
         since = rank - torch.where(cut, rank, 0).cummax(0).values if len(held) else rank
         chunk = (since % size == 0).cumsum(0) - 1  # of all this rank's tokens in the row
@@ -157,22 +180,51 @@ def chunks(plan: Plan, size: int, device: torch.device, continues: bool = False)
     return Chunks(index.to(device), first.to(device), place.to(device), plan.once(order, device))
 
 
-def before(plan: Plan, order: Order, effect: Affine, what: str, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the state (batch, stretches, ..., K, V) that each stretch of this rank begins with, and the state (batch,
-    ..., K, V) after all. All ranks call this.
+class Links(NamedTuple):
+    """Segments of this rank that states pass through, in the order in which they do.
+
+    Attributes:
+        index: (rows * stretches, most segments of a stretch) which map each segment has, see :func:`chain`.
+        where: (segments,) their places in the flattened index.
+        rows: of tokens.
+        order: of the stretches of all ranks.
+    """
+
+    index: Tensor
+    where: Tensor
+    rows: int
+    order: Order
+
+
+def chain(plan: Plan, links: Links, maps: Affine, what: str, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the state (segments, ..., K, V) that each segment begins with, and the state (rows, ..., K, V) after all.
+    All ranks call this.
 
     Args:
-        effect: of this rank's stretches, with dims (batch, stretches, ...).
+        maps: effects of segments, with dims (maps, ...). ``links.index`` counts them, then a map to zero, for segments
+            whose document ends with them, and the neutral one.
         what: the call, for errors.
-        state: (batch, ..., K, V) before all, the same on every rank; None: zero.
+        state: (rows, ..., K, V) before all, the same on every rank; None: zero.
     """
-    parts = [x.movedim(1, 0) for x in effect]
-    own = torch.cat([x.reshape(x.shape[0], x.shape[1:].numel()) for x in parts], 1)
+    neutral = Affine.identity(Affine(*(x.new_empty((1, *x.shape[1:])) for x in maps)))
+    several = Affine(*(torch.cat([x, 0 * y, y]) for x, y in zip(maps, neutral, strict=True)))
+    steps = [Affine(*(x[n] for x in several)) for n in links.index.unbind(1)]
+    total = steps[0]
+    for step in steps[1:]:
+        total = total.then(step)
+    # The effects of all ranks' stretches, one of them (rows, ..., K, K or 1) and (rows, ..., K, V)
+    order, dims = links.order, (links.rows, links.order.counts[plan.rank])
+    parts = [x.unflatten(0, dims).movedim(1, 0) for x in total]
+    own = torch.cat([x.flatten(1) for x in parts], 1)
     rows = unshard(own, 0, False, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
     flat = rows.split([x.shape[1:].numel() for x in parts], 1)
-    maps = Affine(*(y.reshape(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)))
-    zero = torch.zeros_like(maps.b[:1]).sum(0) if state is None else state.to(maps.b.dtype)
+    every = (
+        Affine(*one) for one in zip(*(y.view(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)), strict=True)
+    )
+    zero = parts[1].new_zeros(parts[1].shape[1:]) if state is None else state.to(parts[1].dtype)
     # All of them, also on a rank that uses the first one alone: in the backward every rank takes part.
-    states = itertools.accumulate(zip(*maps, strict=True), lambda state, one: Affine(*one)(state), initial=zero)
-    several = torch.stack(list(states))
-    return several[order.own].movedim(0, 1), several[-1]
+    begin = torch.stack(list(itertools.accumulate(every, lambda state, one: one(state), initial=zero)))
+    each = [begin[order.own].movedim(0, 1).flatten(0, 1)]
+    for step in steps[:-1]:
+        each.append(step(each[-1]))
+    return torch.stack(each, 1).flatten(0, 1)[links.where], begin[-1]
