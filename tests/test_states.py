@@ -375,6 +375,25 @@ def test_rows_go_on_from_the_state_of_earlier_ones(layer: str, kernel: bool, mon
         torch.testing.assert_close(state, after, rtol=1e-10, atol=1e-10)
 
 
+def test_a_state_has_gradients_or_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a kernel has none for the state after the rows; one before them is left to PyTorch."""
+    x, plan = tensors("kda"), make_plan(virtual.VirtualRank(0, 1), "one")
+    tokens = linear.Tokens(*(y.requires_grad_() for y in x.values()))
+    before = randn(BATCH, HEADS, KEYS, VALUES, seed=8).requires_grad_()
+
+    def through(state: Tensor | None) -> list[Tensor]:
+        out, after = linear.recurrence("kda()", tokens, plan, None, state=state, final=True)
+        assert after is not None
+        return list(torch.autograd.grad(out.sum() + after.sum(), tokens if state is None else (*tokens, state)))
+
+    want = through(before)
+    by_kernels(monkeypatch)
+    for a, b in zip(through(before), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    with pytest.raises(NotImplementedError, match=r"the state after kda\(\) has no gradient"):
+        through(None)
+
+
 def test_what_cannot_be_merged_is_refused_on_every_rank() -> None:
     q, beta = randn(BATCH, SEQ, 2, 3, seed=1), randn(BATCH, SEQ, 2, seed=2)
 

@@ -241,7 +241,10 @@ def run(
         flat = torch.cat(outs, 1)[0] if len(outs) > 1 else outs[0][0]
         if table.place is not None:
             flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[table.place]
-        return flat.view(rows, length, heads, dim_v), states.after if final else None
+        after = states.after if final else None
+        if delta and final:
+            after = _Final.apply(after, flat, what)
+        return flat.view(rows, length, heads, dim_v), after
 
 
 class Decays:
@@ -296,27 +299,25 @@ class Exchange:
 
     Attributes:
         cu_seqlens, cu_seqlens_cpu: of the linked segments, for the kernel.
-        after: (rows, value heads, K, V), after :meth:`through` or :meth:`without`. Its backward raises
-            NotImplementedError.
+        after: (rows, value heads, K, V), after :meth:`through` or :meth:`without`; without a gradient.
     """
 
     def __init__(self, plan: Plan, table: Segments, what: str, state: Tensor | None) -> None:
         self.plan, self.table, self.what, self.state = plan, table, what, state
-        _, self.cu_seqlens, self.cu_seqlens_cpu = table.linked or (None, None, None)
+        self.cu_seqlens = None if table.linked is None else table.linked.cu_seqlens
+        self.cu_seqlens_cpu = None if table.linked is None else table.linked.on_host
+        self.after: Tensor
 
     def through(self, kernel: Callable[..., Any], part: Part, x: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         """Return the outputs (1, tokens, value heads, V) of linked segments."""
         out: Tensor = kernel(**x, cp_context=self, **options)[0]
-        self.after = _Final.apply(self.after, out, self.what)
         return out
 
     def without(self, out: Tensor, dim: int) -> Tensor:
         """As :meth:`Decays.without`."""
         dtype = torch.promote_types(out.dtype, torch.float32)
         maps = (out.new_empty(0, out.shape[2], dim, n, dtype=dtype) for n in (dim, out.shape[3]))
-        out = _Bystander.apply(out, self, *maps)
-        self.after = _Final.apply(self.after, out, self.what)
-        return out
+        return _Bystander.apply(out, self, *maps)  # type: ignore[no-any-return]
 
     def forward(self, *, u: Tensor, **x: Any) -> Tensor:
         """Return the states (segments, value heads, K, V) before the linked segments."""

@@ -184,13 +184,13 @@ class Links(NamedTuple):
     """Segments of this rank that states pass through, in the order in which they do.
 
     Attributes:
-        index: (rows * stretches, most segments of a stretch) which map each segment has, see :func:`chain`.
-        where: (segments,) their places in the flattened index.
+        numbers: (rows * stretches, most segments of a stretch) which map each segment has, see :func:`chain`.
+        where: (segments,) their places in the flattened numbers.
         rows: of tokens.
         order: of the stretches of all ranks.
     """
 
-    index: Tensor
+    numbers: Tensor
     where: Tensor
     rows: int
     order: Order
@@ -201,14 +201,14 @@ def chain(plan: Plan, links: Links, maps: Affine, what: str, state: Tensor | Non
     All ranks call this.
 
     Args:
-        maps: effects of segments, with dims (maps, ...). ``links.index`` counts them, then a map to zero, for segments
+        maps: effects of segments, with dims (maps, ...). ``links.numbers`` counts them, then a map to zero, for segments
             whose document ends with them, and the neutral one.
         what: the call, for errors.
         state: (rows, ..., K, V) before all, the same on every rank; None: zero.
     """
     neutral = Affine.identity(Affine(*(x.new_empty((1, *x.shape[1:])) for x in maps)))
     several = Affine(*(torch.cat([x, 0 * y, y]) for x, y in zip(maps, neutral, strict=True)))
-    steps = [Affine(*(x[n] for x in several)) for n in links.index.unbind(1)]
+    steps = [Affine(*(x[n] for x in several)) for n in links.numbers.unbind(1)]
     total = steps[0]
     for step in steps[1:]:
         total = total.then(step)
