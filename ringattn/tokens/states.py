@@ -201,8 +201,8 @@ def chain(plan: Plan, links: Links, maps: Affine, what: str, state: Tensor | Non
     All ranks call this.
 
     Args:
-        maps: effects of segments, with dims (maps, ...). ``links.numbers`` counts them, then a map to zero, for segments
-            whose document ends with them, and the neutral one.
+        maps: effects of segments, with dims (maps, ...). ``links.numbers`` counts them, then a map to zero, for
+            segments whose document ends with them, and the neutral one.
         what: the call, for errors.
         state: (rows, ..., K, V) before all, the same on every rank; None: zero.
     """
