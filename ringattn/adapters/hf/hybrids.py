@@ -4,7 +4,7 @@ or lightning attention.
 Their forwards call functions of their own file, as kernels can replace them:
 
     causal_conv1d_fn                a convolution over the last tokens: those of other ranks arrive (plan.convolve)
-    torch_chunk_gated_delta_rule    a state along the sequence: each rank runs whole rows for some heads (plan.heads)
+    torch_chunk_gated_delta_rule    a state along the sequence, merged over ranks (ringattn.gated_delta_rule)
     mamba2_chunk_scan               a state along the sequence, merged over ranks (ringattn.ssd)
     mamba2_split_conv1d_scan_combined   the convolution and the scan in one: not done, so that the layer calls both
 
@@ -23,11 +23,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...factory import Plan
 from ...tokens.linear import Scanned, Tokens, recurrence, scan
 from .active import SEQUENCES
 from .linear_states import States
@@ -115,21 +113,9 @@ def _convolution(
 
 
 def _delta_rule(
-    original: Callable[..., Any], active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    if isinstance(active, States):
-        return _recurrence("gated_delta_rule()", active, Tokens(query, key, value, g, beta), **kwargs)
-    plan: Plan = active.plan
-    own = ("cu_seqlens", "initial_state", "output_final_state")  # the plan has the documents
-    others = {name: x for name, x in kwargs.items() if name not in own}
-
-    def whole(*tensors: Tensor) -> Tensor:
-        return _by_documents(plan, lambda q, k, v, g, b: original(q, k, v, g=g, beta=b, **others)[0], tensors)
-
-    if key.shape[2] < plan.world_size:  # the function itself repeats keys for several heads of values
-        query, key = (x.repeat_interleave(value.shape[2] // key.shape[2], 2) for x in (query, key))
-    return plan.heads(whole, query, key, value, g, beta), None
+    original: object, active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    return _recurrence("gated_delta_rule()", active, Tokens(query, key, value, g, beta), **kwargs)
 
 
 def _kda(
@@ -184,26 +170,3 @@ _OVER_RANKS: dict[str, Callable[..., Any]] = {
     _FUSED_SCAN: _not_fused,
     _FORWARD: _lightning,
 }
-
-
-def _by_documents(plan: Plan, function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-    """Run a function of whole rows for each document by itself; padding gets zeros. ``tensors[2]`` has the shape of the
-    result."""
-    runs = plan.once(_runs)
-    if runs == [[(0, plan.seq_len, True)]]:
-        return function(*tensors)
-    like, rows = tensors[2], []
-    for row in range(like.shape[0]):
-        parts = []
-        for start, stop, real in runs[row if len(runs) > 1 else 0]:
-            part = [x[row : row + 1, start:stop] for x in tensors]
-            parts.append(function(*part) if real else torch.zeros_like(part[2]))
-        rows.append(torch.cat(parts, 1))
-    return torch.cat(rows)
-
-
-def _runs(plan: Plan) -> list[list[tuple[int, int, bool]]]:
-    """Return the documents of each row of the plan, and the runs of padding: (start, stop, real)."""
-    pieces = plan.documents
-    columns = pieces.first.tolist(), pieces.past.tolist(), (pieces.left + pieces.right >= 0).tolist()
-    return [[run for run in zip(*row, strict=True) if run[0] < run[1]] for row in zip(*columns, strict=True)]
