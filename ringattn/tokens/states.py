@@ -53,7 +53,9 @@ class Affine(NamedTuple):
 
     def __call__(self, state: Tensor) -> Tensor:
         """Return the state (..., K, V) after these tokens."""
-        return (self.a * state if self.a.shape[-1] == 1 else self.a @ state) + self.b
+        if self.a.shape[-1] == 1:
+            return self.a * state + self.b
+        return torch.baddbmm(*(x.flatten(0, -3) for x in (self.b, self.a, state))).view_as(state)
 
 
 class Order(NamedTuple):
