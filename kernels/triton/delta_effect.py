@@ -55,8 +55,8 @@ def effect(x: Chunks, u: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
         columns = triton.cdiv(dim_v, _COLUMNS) + triton.cdiv(dim, _COLUMNS)
         dispatch(
             _effect, (columns, heads, len(segments)), k.contiguous(), w.contiguous(), u.contiguous(), g, gk, both,
-            segments, k.shape[2], heads, dim, dim_v, DIM=triton.next_power_of_2(dim), COLUMNS=_COLUMNS, CHUNK=chunk,
-            num_stages=2,
+            segments, key_heads=k.shape[2], heads=heads, dim=dim, dim_v=dim_v, DIM=triton.next_power_of_2(dim),
+            COLUMNS=_COLUMNS, CHUNK=chunk, num_stages=2,
         )  # fmt: skip
     return both[..., dim_v:], both[..., :dim_v]
 
@@ -118,8 +118,8 @@ def effect_backward(x: Chunks, q: Tensor, dout: Tensor, dv: Tensor, scale: float
     with on_device(k):
         dispatch(
             _effect_backward, (triton.cdiv(dim_v, _COLUMNS), heads, len(segments)), q.contiguous(), k.contiguous(),
-            w.contiguous(), dout.contiguous(), dv.contiguous(), g, gk, c, segments, scale, k.shape[2], heads, dim,
-            dim_v, DIM=triton.next_power_of_2(dim), COLUMNS=_COLUMNS, CHUNK=chunk,
+            w.contiguous(), dout.contiguous(), dv.contiguous(), g, gk, c, segments, scale, key_heads=k.shape[2],
+            heads=heads, dim=dim, dim_v=dim_v, DIM=triton.next_power_of_2(dim), COLUMNS=_COLUMNS, CHUNK=chunk,
             num_stages=2,
         )  # fmt: skip
     return c
