@@ -134,28 +134,33 @@ def save_arguments(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def differentiable(
     what: str, operator: Any, setup_context: Callable[..., None], gradients: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Register the autograd of an operator, as torch.library does, and return a function that calls it, in transforms
-    of torch.func, too.
+    """Register the autograd of an operator, and return a function that calls it, in transforms of torch.func, too.
 
     Args:
-        what: the call, for errors.
+        what: the call, for errors; "{5}" stands for the input with this number.
     """
     operator.register_autograd(gradients, setup_context=setup_context)
     namespace, name = operator._qualname.split("::")
     op = getattr(getattr(torch.ops, namespace), name)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.what = what.format(*inputs)
+        setup_context(ctx, inputs, output)
+
     rules = dict(
         forward=lambda *inputs: op(*inputs),
-        setup_context=setup_context,
+        setup_context=setup,
         backward=gradients,
-        vmap=lambda *_: _refuse_vmap(what),
-        jvp=lambda *_: _refuse_forward_mode(what),
+        vmap=lambda info, in_dims, *inputs: _refuse_vmap(what.format(*inputs)),
+        jvp=lambda ctx, *_: _refuse_forward_mode(ctx.what),
     )
     function: Any = type(name, (torch.autograd.Function,), {rule: staticmethod(f) for rule, f in rules.items()})
 
     def call(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
             return op(*inputs)
-        check_batched_gradients(what, inputs[0])
+        if torch._C._functorch.is_legacy_batchedtensor(inputs[0]):
+            _refuse_vmap(what.format(*inputs))
         transforms = torch._C._are_functorch_transforms_active()
         if transforms and _innermost() != torch._C._functorch.TransformType.Functionalize:
             return function.apply(*inputs)
@@ -168,15 +173,11 @@ def differentiable_once(what: str, operator: Any) -> Callable[..., Any]:
     """Do what :func:`differentiable` does for the operator of a backward, which refuses to be differentiated."""
 
     def gradients(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError(f"{what} cannot be differentiated twice: {operator._qualname} has no derivative")
+        raise NotImplementedError(f"{ctx.first} cannot be differentiated twice: {operator._qualname} has no derivative")
 
-    return differentiable(f"{what} backward", operator, lambda ctx, inputs, output: None, gradients)
-
-
-def check_batched_gradients(what: str, x: Tensor) -> None:
-    """Raise NotImplementedError for a tensor of ``torch.autograd.grad(is_grads_batched=True)``."""
-    if torch._C._functorch.is_legacy_batchedtensor(x):
-        _refuse_vmap(what)
+    return differentiable(
+        f"{what} backward", operator, lambda ctx, inputs, _: setattr(ctx, "first", what.format(*inputs)), gradients
+    )
 
 
 def _innermost() -> object:
@@ -436,7 +437,8 @@ def _gradients(ctx, dout, dlse, dlargest=None):  # type: ignore[no-untyped-def]
         dout = torch.zeros_like(out)
     tensors = (dout, dlse, q, k, v, out, lse, alibi_slopes, sink)
     # With create_graph the operator, which refuses to be differentiated; a plain function would drop the graph.
-    check_batched_gradients("attention() backward", dout)
+    if torch._C._functorch.is_legacy_batchedtensor(dout):  # of torch.autograd.grad(is_grads_batched=True)
+        _refuse_vmap("attention() backward")
     known = None if ctx.plan is None or torch.is_grad_enabled() else signature(tensors, *ctx.numbers[:-1])
     if known is None:
         dq, dk, dv, dsink = _backward_operator(*tensors, *ctx.numbers)

@@ -440,6 +440,36 @@ def test_arguments_that_do_not_fit_are_named() -> None:
             layer()
 
 
+@pytest.mark.parametrize("what", ["unshard", *LAYERS])
+def test_what_is_not_differentiable_is_the_function_that_was_called(what: str) -> None:
+    """Layers exchange their states by the operator of unshard(), and an error of its gradient names the layer."""
+    plan, x = make_plan(virtual.VirtualRank(0, 1), "one"), tensors("kda" if what == "unshard" else what)
+    first = "x" if what == "ssd" else "v"  # which the states are made of
+
+    def call(y: Tensor) -> Tensor:
+        if what == "unshard":
+            return plan.unshard(y)
+        return getattr(ringattn, what)(**x | {first: y}, plan=plan, **options(what))
+
+    def gradient(y: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: call(z).square().sum())(y)
+
+    y = x[first]
+    transforms: dict[str, Callable[[], Any]] = {
+        "cannot be differentiated twice": lambda: torch.func.grad(lambda z: gradient(z).sum())(y),
+        "has no rule for vmap": lambda: torch.func.vmap(gradient)(y[None]),
+        "backward has no rule for vmap": lambda: torch.autograd.grad(
+            call(z := y.clone().requires_grad_()), z, torch.ones_like(call(z))[None], is_grads_batched=True
+        ),
+        "backward has no forward-mode derivative": lambda: torch.func.jvp(
+            torch.func.vjp(call, y)[1], (call(y),), (call(y),)
+        ),
+    }
+    for text, transform in transforms.items():
+        with pytest.raises(NotImplementedError, match=rf"^{what}\(\) {text}"):
+            transform()
+
+
 def test_maps_compose_in_any_grouping_and_have_a_neutral_element() -> None:
     def maps(*shape: int, seed: int) -> states.Affine:
         return states.Affine(randn(5, *shape, seed=seed), randn(5, 3, 2, seed=seed + 50))

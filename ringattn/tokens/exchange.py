@@ -77,7 +77,7 @@ def _unshard(x: Tensor, dim: int, of_keys: bool, whole: int, counts: list[int], 
     error = None
     if x.ndim == 0 or x.shape[dim] != lengths[plan.rank]:
         error = ValueError(
-            f"unshard() got shape {tuple(x.shape)} and dim {dim}, "
+            f"{what} got shape {tuple(x.shape)} and dim {dim}, "
             f"but rank {plan.rank} holds {lengths[plan.rank]} tokens; pass this rank's shard and its sequence dim"
         )
     sizes = {f"size {i}": 0 if i == dim else n for i, n in enumerate((*x.shape, *[1] * 8)[:8])}
@@ -100,7 +100,7 @@ def _unshard_backward(
     return total.to(own.dtype)
 
 
-_WHAT = "unshard(), or a layer with states,"
+_WHAT = "{5}"  # the input `what`: layers with states exchange them by this operator
 _sum_shards = differentiable_once(_WHAT, _unshard_backward)
 
 
