@@ -509,6 +509,17 @@ def test_the_command_prints_the_best_way(capsys: pytest.CaptureFixture[str]) -> 
     assert max(speeds) < rate
 
 
+@pytest.mark.parametrize(("gpus", "slower"), [("1", False), ("8", True), ("2x8", True)])
+def test_the_best_way_says_where_another_one_is_faster(
+    gpus: str, slower: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", "llama-3.2-1b", "--gpus", gpus)
+    speeds = [way.get("tokens_per_second", 0) for way in json.loads(run(capsys, *words, "--json")[1])]
+    assert (speeds[0] < max(speeds)) == slower
+    (best,) = re.findall(r"^best: .*\n.*", run(capsys, *words)[1], re.M)
+    assert best.endswith("; at most 1% slower than the fastest, with fewer switches, hosts or GiB") == slower
+
+
 @pytest.mark.parametrize("gpu", sorted(hardware.GPUS))
 def test_memory_and_rates_are_those_of_the_gpu(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
     usable, words = hardware.GPUS[gpu].usable / GIB, ("--model", "llama-3.2-1b", "--gpu", gpu, "--gpus", "2")

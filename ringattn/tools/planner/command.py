@@ -38,7 +38,7 @@ from .memory import LABELS, OPTIMIZERS, Switches
 from .model_shapes import MODELS, from_config, named
 from .one_layer import LONGEST, Row
 from .training_step import Step
-from .ways import MOST, Problem, Verdict, longest, verdicts
+from .ways import MOST, NEAR, Problem, Verdict, longest, verdicts
 
 GIB = 2**30
 
@@ -170,8 +170,9 @@ def rate(step: Step) -> str:
     return f"{step.tokens_per_second:,.{0 if step.tokens_per_second >= 10 else 2}f}"
 
 
-def describe(problem: Problem, best: Verdict) -> list[str]:
-    """Return lines on the best way: times, memory by name, and the longest row."""
+def describe(problem: Problem, best: Verdict, fastest: float) -> list[str]:
+    """Return lines on the best way: times, memory by name, and the longest row. ``fastest``: the speed of the
+    fastest way, which may be another one."""
     step, way, capacity = best.step, best.way, problem.cluster.gpu.usable
     assert step is not None
     named = {"attention": step.attention, "waiting": step.exposed, "matrix products": step.matmul}
@@ -180,11 +181,12 @@ def describe(problem: Problem, best: Verdict) -> list[str]:
     times = ", ".join(f"{name} {seconds:.2f}" for name, seconds in named.items())
     bytes_ = ", ".join(f"{LABELS[name]} {size / GIB:.1f}" for name, size in best.memory.items())
     on_host = memory.host_bytes(problem.model, way.tokens, way.switches)
+    other = f"; at most {NEAR:.0%} slower than the fastest, with fewer switches, hosts or GiB" * (best.speed < fastest)
     lines = [
         f"it fits: {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB of each GPU",
         f"best: {name_of(best, problem.cluster)}, {way.tokens:,} tokens per GPU",
         f"  {step.seconds:.2f} s a step, {per_row(problem, best):.2f} s a row, {rate(step)} tokens/s/GPU, "
-        f"MFU {step.mfu:.1%}",
+        f"MFU {step.mfu:.1%}{other}",
         f"  seconds: {times}",
         f"  attention has {step.efficiency_forward:.1%} of the speed of one GPU's kernel forward, "
         f"{step.efficiency:.1%} forward + backward",
@@ -305,7 +307,7 @@ def main(argv: list[str] | None = None, name: str = "ringattn.planner") -> int:
         return 0 if best.step else 1
     print(about(problem))
     if best.step:
-        print("\n".join(describe(problem, best)))
+        print("\n".join(describe(problem, best, max(verdict.speed for verdict in all_ways))))
     else:
         most, way = max(
             ((max(longest(problem, verdict.way).values()), verdict.way) for verdict in all_ways), key=lambda x: x[0]
