@@ -15,13 +15,14 @@ if not __package__:
 import contextlib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import json_lines, scaling_lines
-from ringattn.tools.terminal import Parser
+from ringattn.tools.terminal import Parser, existing
 
 Words = dict[str, Any]
 PASSES = ("forward", "forward+backward")
@@ -181,7 +182,7 @@ def summary(log: Path) -> Words:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("benchmarks.bars", __doc__)
-    parser.add_argument("folder", type=Path, help="OUT of scripts/measure")
+    parser.add_argument("folder", type=existing("OUT of scripts/measure", os.path.isdir), help="OUT of scripts/measure")
     parser.add_argument("--gpus", type=int, required=True, help="the number of GPUs that were measured")
     parser.add_argument("--step", help="the bars of one step only")
     args = parser.parse_args(argv)

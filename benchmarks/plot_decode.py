@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plot_style import COLOUR, LIMIT, OTHER_COLOURS, OURS, label_ends, shown
-from ringattn.tools.terminal import Parser
+from ringattn.tools.terminal import Parser, existing
 
 UNITS = {"": 1, "k": 1024, "M": 1024**2}
 SHOWN = ("read", "ringattn", "FA3", "FlashInfer", "torch SDPA")  # first words of kernels; the best of each is drawn
@@ -96,7 +96,7 @@ def draw(batches: Curves, device: str, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.plot_decode", "plot what bench_decode measured on one GPU")
-    parser.add_argument("logs", nargs="+", type=Path, help="output of bench_decode")
+    parser.add_argument("logs", nargs="+", type=existing("what bench_decode printed"), help="output of bench_decode")
     parser.add_argument("picture", type=Path, help="file that is written, such as decode.png")
     args = parser.parse_args(argv)
     rows, devices = [], []

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ringattn
-from ringattn.tools.terminal import Parser
+from ringattn.tools.terminal import Parser, existing
 
 
 def code_of(readme: str) -> str:
@@ -39,11 +39,12 @@ def dense(names: dict[str, Any]) -> Tensor:
 def main() -> None:
     """Run the code, and raise AssertionError if its result is not that of dense attention in one process."""
     parser = Parser("torchrun --standalone --nproc-per-node 2 scripts/ten_lines.py", __doc__)
-    parser.add_argument("readme", type=Path, nargs="?", default=Path("README.md"), help="the file that has the lines")
-    readme = parser.parse_args().readme
+    readme = existing("the README of this version, which has the ten lines")
+    parser.add_argument("readme", type=readme, nargs="?", default="README.md", help="the file that has the lines")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "ten_lines.py"
-        file.write_text(code_of(readme.read_text()))
+        file.write_text(code_of(args.readme.read_text()))
         names = runpy.run_path(str(file))
     torch.testing.assert_close(names["whole"], dense(names))
 

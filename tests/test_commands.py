@@ -88,6 +88,30 @@ def test_there_is_one_kind_of_parser() -> None:
     assert others == {"commands.py"}
 
 
+OUTPUTS = {"folder", "picture", "--out", "--report"}  # what is written; or "no lines of ... in" them is said
+
+
+def test_files_that_commands_read_are_named_where_there_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], handlers: None
+) -> None:
+    paths = re.compile(r'add_argument\(\s*"([\w-]+)"[^)]*?type=(?:Path|pathlib\.Path)\b')
+    sources = [path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert {name for text in sources for name in paths.findall(text)} <= OUTPUTS, "type=terminal.existing(...)"
+    nothing, folder = tmp_path / "nope.json", tmp_path
+    for module, *words in (
+        ("ringattn.planner", "--context", "4k", "--config", "{}"),
+        ("ringattn.planner", "--context", "4k", "--model", "llama-3.1-8b", "--calibration", "{}"),
+        ("scripts.ten_lines", "{}"),
+        ("benchmarks.plot_decode", "{}", "decode.png"),
+        ("benchmarks.bars", "--gpus", "4", "{}"),
+    ):
+        for given in (nothing, folder) if module != "benchmarks.bars" else (nothing,):
+            assert start(module, *(word.format(given) for word in words)) == 2, (module, words)
+            error = capsys.readouterr().err
+            assert re.search(rf"there is no (file|folder) {given} that can be read; give \w+", error), error
+            assert "Traceback" not in error
+
+
 def test_help_shows_defaults_that_say_something(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser("some.module", "What it does.\n\n    as written")
     parser.add_argument("--size", type=int, default=7)

@@ -465,7 +465,10 @@ def test_the_printed_lines_import_what_they_use_and_nothing_else() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    status = main(["--context", "1M", *words])
+    try:
+        status = main(["--context", "1M", *words])
+    except SystemExit as end:  # of the parser
+        status = int(end.code or 0)
     return status, *capsys.readouterr()
 
 
@@ -564,14 +567,14 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
             "--head-groups is 3; it must divide the model's 8 key heads",
         ),
         (("--model", "llama-3.1-8b", "--host-gib", "nan"), "--host-gib is nan"),
-        (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "No such file"),
+        (("--model", "llama-3.1-8b", "--calibration", "/nonexistent"), "there is no file /nonexistent"),
         (("--model", "llama-3.1-8b", "--calibration", __file__), "test_planner.py, which is no file of this version"),
         (("--model", "llama-3.1-8b", "--slow", "8:2"), "the rank must be below 8"),
         (("--model", "llama-3.1-8b", "--slow-link", "1:4"), "--slow-link is '1:4'; one host needs no network card"),
         (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
         (("--model", "llama-3.1-8b", "--slow", "3:0.5"), "--slow is '3:0.5'; the rank must be below 8 and the factor"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,foo400"), "'nvlink,foo400'; the network is ib, roce or eth"),
-        (("--config", "/nonexistent"), "No such file"),
+        (("--config", "/nonexistent"), "no file /nonexistent that can be read; give config.json of a transformers model"),
         (("--model", "llama-3.1-8b", "--gpu-memory", "0"), "--gpu-memory is 0; give the GiB"),
         (("--model", "llama-3.1-8b", "--generate", "0"), "--generate is 0; it must be at least 1"),
         (("--model", "llama-3.1-8b", "--generate", "1", "--prefill-chunk", "0"), "--prefill-chunk is 0"),

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -34,6 +35,19 @@ class Parser(argparse.ArgumentParser):
         if options.get("default") not in (None, False, []):
             options.setdefault("help", "default: %(default)s")  # argparse shows no default of options without a text
         return super().add_argument(*names, **options)
+
+
+def existing(what: str, is_one: Callable[[str], bool] = os.path.isfile) -> Callable[[str], Path]:
+    """Return the ``type`` of an argument that names a file which is read: ``what`` is to be given, for the error; or,
+    with ``os.path.isdir``, a folder."""
+
+    def path(text: str) -> Path:
+        if not is_one(text) or not os.access(text, os.R_OK):
+            kind = "folder" if is_one is os.path.isdir else "file"
+            raise argparse.ArgumentTypeError(f"there is no {kind} {text} that can be read; give {what}")
+        return Path(text)
+
+    return path
 
 
 def run(main: Callable[[], int]) -> int:

@@ -25,7 +25,6 @@ import json
 import sys
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ...predict import cost
@@ -47,7 +46,8 @@ def parse(argv: list[str] | None = None, name: str = "ringattn.planner") -> argp
     parser = Parser(name, __doc__)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
-    model.add_argument("--config", type=Path, help="config.json of transformers")
+    config = terminal.existing("config.json of a transformers model, as its checkpoint has it, or --model")
+    model.add_argument("--config", type=config, help="config.json of transformers")
     parser.add_argument("--context", required=True, help="tokens of a row: 131072, 131,072, 128k or 4M")
     parser.add_argument("--gpus", default="8", help="hosts x GPUs of each: 16x8; or of one host: 8")
     parser.add_argument("--gpu", default="h200", choices=sorted(GPUS), help="of every host")
@@ -55,8 +55,9 @@ def parse(argv: list[str] | None = None, name: str = "ringattn.planner") -> argp
         "--gpu-memory", type=float, metavar="GIB", help="that may be filled of a GPU; default: all but 5"
     )
     parser.add_argument("--links", default="nvlink,ib400", help="inside a host, then the network with Gb/s per GPU")
+    measured = terminal.existing("what python -m benchmarks.calibrate wrote, or leave it out for default rates")
     parser.add_argument(
-        "--calibration", type=Path, help="file of benchmarks/calibrate.py, in place of default rates inside a host"
+        "--calibration", type=measured, help="file of benchmarks/calibrate.py, in place of default rates inside a host"
     )
     parser.add_argument(
         "--optimizer", default="adamw_bf16", choices=sorted(OPTIMIZERS), help="the type of its moments, or where it is"
@@ -110,7 +111,6 @@ def problem_of(args: argparse.Namespace) -> Problem:
     shape = named(args.model) if args.model else from_config(args.config)
     costs = None
     if args.calibration:
-        args.calibration.stat()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they speak of plans
             costs = cost.read(args.calibration, cost.LINKS[0]) or cost.read(args.calibration, cost.LINKS[1])
