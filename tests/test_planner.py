@@ -574,7 +574,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (("--model", "llama-3.1-8b", "--slow", "much"), "write RANK:FACTOR"),
         (("--model", "llama-3.1-8b", "--slow", "3:0.5"), "--slow is '3:0.5'; the rank must be below 8 and the factor"),
         (("--model", "llama-3.1-8b", "--links", "nvlink,foo400"), "'nvlink,foo400'; the network is ib, roce or eth"),
-        (("--config", "/nonexistent"), "no file /nonexistent that can be read; give config.json of a transformers model"),
+        (("--config", "/nonexistent"), "no file /nonexistent that can be read; give config.json of a"),
         (("--model", "llama-3.1-8b", "--gpu-memory", "0"), "--gpu-memory is 0; give the GiB"),
         (("--model", "llama-3.1-8b", "--generate", "0"), "--generate is 0; it must be at least 1"),
         (("--model", "llama-3.1-8b", "--generate", "1", "--prefill-chunk", "0"), "--prefill-chunk is 0"),
