@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.touched import changed, choose, with_root
 
@@ -66,3 +70,42 @@ def test_changes_are_those_of_a_branch_or_of_a_day(tmp_path: Path) -> None:
     assert changed(tmp_path) == ["new", "newest"]
     git("update-ref", "refs/remotes/origin/main", "HEAD~1")
     assert changed(tmp_path) == ["newest"]
+
+
+def test_lint_and_types_are_for_what_git_knows(tmp_path: Path) -> None:
+    """A scratch file of the user is no error of the change, also one with the name of a module; a new file is checked
+    from ``git add`` on. Outside of a checkout everything is checked."""
+    for name in ("ruff", "mypy"):
+        pytest.importorskip(name)
+    root, wrong, own = Path(__file__).resolve().parents[1], "ringattn/ring.py", "scripts/own.py"
+    others = {"ring.py", "kernels/own[1].py", "own (2)/ring.py"}
+    for folder in ("benchmarks", "docs", "kernels", "scripts"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}.py").touch()
+    for name in ("scripts/test", "scripts/environment.sh", "pyproject.toml"):
+        shutil.copy(root / name, tmp_path / name)
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+
+    def write(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text('import os\n\nx: int = "1"\n')
+
+    def refused(check: str) -> set[str]:
+        command = ["bash", "scripts/test", "--only", check]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1, done.stdout + done.stderr
+        return set(re.findall(r"^(.*\.py):\d+: ?\w.*(?:F401|Incompatible types)", done.stdout, re.M))
+
+    write(wrong)
+    (tmp_path / "ringattn" / "kernels").symlink_to("../kernels")
+    git("init", "--quiet")
+    git("add", "--all")
+    write(own, *others)
+    assert refused("lint") == refused("types") == {wrong}
+    git("add", own)
+    assert refused("lint") == refused("types") == {wrong, own}
+    shutil.rmtree(tmp_path / ".git")
+    assert refused("lint") == {wrong, own, *others}
