@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringattn.factory import dataflows
+from ringattn.kernels.backends import BACKENDS
+from ringattn.layouts.shards import LAYOUTS
 from scripts import ten_lines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +38,17 @@ def test_numbers_has_at_most_three_thousand_words() -> None:
 def test_readme_has_no_commit_hashes() -> None:
     words = re.findall(r"\b[0-9a-f]{7,40}\b", README)
     assert [word for word in words if not word.isdecimal()] == []
+
+
+def test_readme_has_the_names_that_errors_list() -> None:
+    """Of the arguments that take names: what is missing in README nobody finds before a wrong call."""
+    names = dict(kernel=BACKENDS, layout=LAYOUTS, dataflow=dataflows())
+    sections = {
+        "kernel": README.partition("`attention(kernel=...)`")[2].partition("\n\n")[0],
+        **{name: README.partition(f"\n| `{name}` |")[2].partition("\n")[0] for name in ("layout", "dataflow")},
+    }
+    for name, section in sections.items():
+        assert set(re.findall(r'`"([\w-]+)"`', section)) == {"auto", *names[name]}, name
 
 
 # --- The code of README --------------------------------------------------------------------------------
