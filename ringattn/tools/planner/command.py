@@ -181,7 +181,7 @@ def describe(problem: Problem, best: Verdict, fastest: float) -> list[str]:
     times = ", ".join(f"{name} {seconds:.2f}" for name, seconds in named.items())
     bytes_ = ", ".join(f"{LABELS[name]} {size / GIB:.1f}" for name, size in best.memory.items())
     on_host = memory.host_bytes(problem.model, way.tokens, way.switches)
-    other = f"; at most {NEAR:.0%} slower than the fastest, with fewer switches, hosts or GiB" * (best.speed < fastest)
+    other = f"; within {NEAR:.0%} of the fastest, with fewer switches, hosts or GiB" * (best.speed < fastest)
     lines = [
         f"it fits: {best.bytes / GIB:.1f} of {capacity / GIB:.1f} GiB of each GPU",
         f"best: {name_of(best, problem.cluster)}, {way.tokens:,} tokens per GPU",
