@@ -107,6 +107,22 @@ def test_rows_of_a_tree_that_it_would_not_compute_are_refused() -> None:
     assert (all_scored >= 0).all(), "the first token of a row has no prediction, and its shifted labels are four"
 
 
+def test_tensors_of_one_dim_are_refused_by_name() -> None:
+    """A call with them computes nothing: they would be left as they are, or lost. A number for each row is the model's
+    own matter, but not with trees, whose rows are others."""
+    head, rank = classifier("llama", "ringattn"), virtual.VirtualRank(0, 1)
+    model = transformers.AutoModelForCausalLM.from_config(configs()["llama"], attn_implementation="ringattn")
+    for name in ("input_ids", "labels", "attention_mask", "position_ids", "rewards"):
+        flat = tree_batch(**{name: torch.arange(2 if name == "rewards" else 5)})
+        with whole_rows([model], rank, packing="tree"), pytest.raises((ValueError, NotImplementedError), match=name):
+            model(**flat, fused_lm_head=True)
+        if name in ("input_ids", "attention_mask"):
+            with whole_rows([head], rank), pytest.raises(ValueError, match=rf"{name}\b.* \(5,\)"):
+                head(**flat | dict(labels=torch.tensor([0, 1])))
+    with whole_rows([model], rank, packing="tree"), pytest.raises(ValueError, match="got labels of shape None"):
+        model(input_ids=tree_batch()["input_ids"], fused_lm_head=True)
+
+
 def test_repeated_rows_are_told_apart_by_their_padding() -> None:
     """A prompt that begins with the token of the padding."""
     ids, mask = torch.tensor([[0, 5], [0, 5], [0, 5], [0, 5]]), torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]])

@@ -60,10 +60,23 @@ def sequence_of_trees(model: nn.Module, batch: Mapping[str, Any], group: Any, **
 
     Args:
         batch: whole rows: ``input_ids``, ``labels``, -100 up to the answers, and ``attention_mask`` of padding.
+
+    Raises:
+        ValueError, NotImplementedError: the tensor that a tree does not take, what was expected and the fix.
     """
     accepted = ("input_ids", "labels", "attention_mask", "position_ids")
     if others := [name for name, x in batch.items() if isinstance(x, Tensor) and name not in accepted]:
         raise NotImplementedError(f'packing="tree" is for rows of text, and these have {others[0]}; leave packing out')
+    shapes: dict[str, tuple[int, ...]] = {n: tuple(batch[n].shape) for n in accepted if batch.get(n) is not None}
+    rows = shapes.get("input_ids", ())
+    for name in (*accepted[:2], *shapes):
+        shape = shapes.get(name)
+        spread = name == "position_ids" and shape is not None and len(shape) > 1 and shape[-1] == rows[-1]
+        if len(rows) != 2 or not (shape == rows or spread):
+            raise ValueError(
+                f'packing="tree" got {name} of shape {shape}; pass input_ids and labels (batch, seq_len), and '
+                "attention_mask and position_ids of the same shape if there are any"
+            )
     ids, labels = batch["input_ids"], batch["labels"]
     real = torch.ones_like(ids) if batch.get("attention_mask") is None else batch["attention_mask"]
     if bool(((labels != ids) & (labels != IGNORE)).any()):

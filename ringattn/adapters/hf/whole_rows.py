@@ -17,6 +17,8 @@ from .branches import sequence_of_trees
 from .models import entry
 from .sequence import Sequence
 
+_OF_TOKENS = ("input_ids", "attention_mask", "position_ids")  # never one for each row
+
 
 @contextlib.contextmanager
 def whole_rows(
@@ -37,7 +39,7 @@ def whole_rows(
 
     Raises:
         NotImplementedError: a classifier whose head does not score each token, or with packing.
-        ValueError: another packing.
+        ValueError: another packing; a call with tensors that are not (batch, seq_len), named.
     """
     if packing not in (None, "tree"):
         raise ValueError(f'packing is {packing!r}; pass "tree" for one row of all prompts and their answers, or None')
@@ -54,20 +56,27 @@ def whole_rows(
                 stack.callback(hook.remove)
                 stack.enter_context(replaced(backbone, "forward", _over_ranks(backbone, make, kept)))
             else:
-                forward = _scored(model.forward, _over_ranks(model, make, kept), kept)
+                forward = _scored(model.forward, _over_ranks(model, make, kept, packing == "tree"), kept)
                 stack.enter_context(replaced(model, "forward", forward))
         yield
 
 
-def _over_ranks(model: Any, make: Callable[..., Sequence], kept: list[Sequence]) -> Callable[..., Any]:
+def _over_ranks(
+    model: Any, make: Callable[..., Sequence], kept: list[Sequence], trees: bool = False
+) -> Callable[..., Any]:
     """Return a forward that takes whole rows, and returns what the model's own returns for this rank's tokens of the
-    sequence that ``make(model, batch)`` makes of them."""
+    sequence that ``make(model, batch)`` makes of them. Tensors of one number for each row are the model's own, except
+    with ``trees``, which have other rows."""
     theirs = model.forward
     names = tuple(inspect.signature(theirs).parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        batch = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim > 1}
+        batch = {
+            name: x
+            for name, x in given.items()
+            if isinstance(x, Tensor) and (x.ndim > 1 or (x.ndim and (trees or name in _OF_TOKENS)))
+        }
         others = {name: x for name, x in given.items() if name not in batch}
         sequence = make(model, batch)
         kept.append(sequence)
