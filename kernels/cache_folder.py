@@ -12,9 +12,10 @@ import functools
 import os
 import shutil
 import tempfile
-import warnings
 
 from triton import knobs
+
+from ..errors import warn
 
 _BYTES = 1 << 20  # more than a compiled kernel has
 
@@ -29,11 +30,10 @@ def ensure() -> None:
     other = tempfile.mkdtemp(prefix="ringattn-triton-")  # readable and writable by this user only
     atexit.register(shutil.rmtree, other, ignore_errors=True)
     knobs.cache.dir = other
-    warnings.warn(
+    warn(
         f"Triton's folder for compiled kernels, {folder}, cannot be used: {reason}. Every process compiles its own, in "
         "a temporary folder; set TRITON_CACHE_DIR to a folder that this user can write, with space",
         RuntimeWarning,
-        stacklevel=2,
     )
 
 

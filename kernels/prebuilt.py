@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ import triton
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import cache, driver
+
+from ..errors import warn
 
 SWITCH = "RINGATTN_CUBINS"  # the variable: a folder in the place of FOLDER, or 0 for none
 FOLDER = Path(__file__).with_name("cubins")
@@ -114,7 +115,7 @@ def _read(src: Any, target: Any, options: Mapping[str, Any]) -> CompiledKernel |
     if not (place / f"{name}.json").exists():
         return None
     if why := damage(place, name):
-        warnings.warn(f"a prebuilt kernel is compiled instead: {why}; {ADVICE}", RuntimeWarning, stacklevel=2)
+        warn(f"a prebuilt kernel is compiled instead: {why}; {ADVICE}", RuntimeWarning)
         return None
     compiled = CompiledKernel(src, files, name)
     if knobs.compilation.listener is not None:

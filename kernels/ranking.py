@@ -7,7 +7,6 @@ those of ``kernel=``, without "torch-" for the operators of torch.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from .. import json_file
+from ..errors import warn
 
 VERSION = 1  # of the file
 OPERATORS = ("cudnn", "flash")  # of torch
@@ -89,10 +89,9 @@ def measured(gpu: str) -> Rates:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        warnings.warn(
+        warn(
             f"{file} cannot be used ({type(error).__name__}: {error}); kernel='auto' is decided without measurements. "
-            "Delete it, or run python -m benchmarks.calibrate again",
-            stacklevel=2,
+            "Delete it, or run python -m benchmarks.calibrate again"
         )
         return {}
 

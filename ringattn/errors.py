@@ -1,4 +1,4 @@
-"""Errors between ranks: every error that one rank raises because of another.
+"""Errors between ranks: every error that one rank raises because of another; and warnings.
 
 =====================  ==============  =========================================================================
 error                  also a          raised when
@@ -21,6 +21,8 @@ process with the same text on its standard error (:mod:`ringattn.peer.watchdog`)
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,6 +32,16 @@ _ADVICE = (
 )
 
 _SHORT = 300  # characters
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line outside of this package that called it, however many frames lie between, of operators too."""
+    inside, frame = {__name__.partition(".")[0], "torch", "triton", "contextlib"}, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
+        frame = frame.f_back
+    module = frame.f_globals.setdefault("__name__", "<string>")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})  # a line warns once
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 def rank_name(rank: int, ranks: Sequence[int] | Mapping[int, int] = (), process: int = 0) -> str:

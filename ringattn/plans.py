@@ -7,13 +7,13 @@ runs them and predicts what they cost, :mod:`.verify` proves them.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from .errors import warn
 from .kernels.contract import Block
 from .layouts import blocks
 from .layouts import shards as layouts
@@ -189,13 +189,12 @@ class Plan:
         """
         other = self.transport.splits.get(self.row)
         if not self._is_split and other is not None and other[1:] != (self.shards, self.shards_k):
-            warnings.warn(
+            warn(
                 f"attention with a plan of layout {self.layout!r}, by which no tokens were split; those of the same "
                 f"row were split by another plan, of layout {other[0]!r}, and on some rank the two hold different "
                 "tokens. "
                 "Make the plans of all layers with layout= the first one, or split the tokens by this one",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import torch
 from pool import Pool, on_ranks
 
 import ringattn
-from ringattn.kernels import backends
+from ringattn import KVCache, virtual
+from ringattn.kernels import backends, cache_folder, ranking
+from ringattn.peer import connect
+from ringattn.predict import cost
 from ringattn.transport.group import GroupTransport
 from ringattn.virtual import VirtualRank
 
@@ -281,3 +285,58 @@ def test_texts_name_no_page_that_a_wheel_lacks() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
                 assert not re.search(r"docs/[\w/-]*\.md", node.value), f"{path}:{node.lineno}"
+
+
+def _another_split(rank: VirtualRank) -> None:
+    first, other = (ringattn.plan(4096, rank, causal=True, layout=layout) for layout in ("zigzag", "balanced"))
+    q = first.shard(zeros(1, 4096, 1, 4))
+    ringattn.attention(q, q, q, other)
+
+
+WARNINGS: dict[str, Callable[[Path], Any]] = {
+    "transport/gloo.py": lambda folder: ringattn.plan(16),
+    "transport/gloo.py, in a mode": lambda folder: torch.inference_mode()(ringattn.plan)(16, causal=True),
+    "transport/gloo.py, of a cache": lambda folder: KVCache(1, 1, 8, tokens=16),
+    "plans.py": lambda folder: virtual.run(4, _another_split),
+    "predict/cost.py, broken": lambda folder: cost.read(folder, "messages"),
+    "predict/cost.py, missing": lambda folder: cost.read(folder / "none", "messages"),
+    "peer/connect.py": lambda folder: connect.connect(
+        0, (5, 5), torch.device("cpu"), lambda: None, lambda words: words.expand(2, -1), None, ""
+    ),
+    "kernels/ranking.py": lambda folder: ranking.measured("a GPU"),
+    "kernels/cache_folder.py": lambda folder: cache_folder.ensure(),
+}
+
+
+@pytest.mark.parametrize("case", WARNINGS)
+def test_a_warning_is_of_the_line_that_called_the_library(
+    case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of the user, whatever frames of the library, of torch and of contexts lie between."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RINGATTN_CALIBRATION", str(tmp_path / "none"))
+    monkeypatch.setattr(connect.driver, "available", lambda: True)
+    monkeypatch.setattr(ranking.json_file, "of_machine", lambda *names: tmp_path)
+    monkeypatch.setattr(cache_folder.knobs.cache, "dir", "/dev/null/folder")
+    for memo in (cost.read, ranking.measured, cache_folder.ensure):
+        memo.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        WARNINGS[case](tmp_path)
+    ours = [warning for warning in caught if warning.category in (UserWarning, RuntimeWarning)]
+    assert {warning.filename for warning in ours} == {__file__}
+    lines = Path(__file__).read_text().splitlines()
+    assert all(re.search(r"lambda|attention\(|connect\(", lines[warning.lineno - 1]) for warning in ours)
+
+
+def test_every_warning_is_tried() -> None:
+    root = Path(__file__).parent.parent
+    files = {path: path.read_text() for folder in ("ringattn", "kernels") for path in (root / folder).rglob("*.py")}
+    assert [path.name for path, text in files.items() if "warnings.warn" in text] == ["errors.py"]
+    warn = re.compile(r"^ +warn\(", re.M)
+    places = {
+        str(path.relative_to(root)).removeprefix("ringattn/") for path, text in files.items() if warn.search(text)
+    }
+    tried = {case.partition(",")[0] for case in WARNINGS}
+    assert places == tried | {"kernels/prebuilt.py"}, "test_prebuilt.py"

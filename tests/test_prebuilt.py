@@ -178,7 +178,8 @@ def test_a_damaged_file_is_named_and_its_kernel_is_compiled(built: Built, kind: 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert built.launch() == "compiled"
-    named = [str(warning.message) for warning in caught if built.name in str(warning.message)]
+    named = [warning.filename for warning in caught if built.name in str(warning.message)]
+    assert set(named) <= {__file__}, "the line that launched the kernel"
     assert len(named) == (0 if (kind, damage) == ("json", "missing") else 1)
     finding = next(x for x in doctor.versions() if x.check == "prebuilt kernels")
     assert (finding.verdict == "warn" and built.name in finding.text) == bool(named)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import warn
 from . import driver
 from .link import Link
 from .watchdog import Board
@@ -68,10 +68,9 @@ def connect(
             link.in_graphs = bool(can_capture.all())
     failed = status.nonzero().flatten().tolist()
     if failed:
-        warnings.warn(
+        warn(
             f"GPUs of one host cannot access each other's memory (rank {failed[0]} of ranks {failed}: "
-            f"{problem or 'see its warning'}); keys and values are sent as messages",
-            stacklevel=2,
+            f"{problem or 'see its warning'}); keys and values are sent as messages"
         )
         return None
     return link

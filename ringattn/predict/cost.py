@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-import warnings
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .. import json_file
+from ..errors import warn
 
 VERSION = 3  # of the file
 LINKS = ("copy engines", "messages")
@@ -127,16 +127,14 @@ def read(file: Path, link: str) -> Costs | None:
         return Costs(**constants)
     except (FileNotFoundError, NotADirectoryError):
         if os.environ.get("RINGATTN_CALIBRATION") == str(file):
-            warnings.warn(
+            warn(
                 f"RINGATTN_CALIBRATION names {file}, which does not exist; dataflow='auto' takes default costs. "
-                "Run python -m benchmarks.calibrate, or unset it",
-                stacklevel=4,
+                "Run python -m benchmarks.calibrate, or unset it"
             )
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        warnings.warn(
+        warn(
             f"{file} cannot be used ({type(error).__name__}: {error}); dataflow='auto' is decided with default costs. "
-            "Delete it, or run python -m benchmarks.calibrate again",
-            stacklevel=4,
+            "Delete it, or run python -m benchmarks.calibrate again"
         )
         return None

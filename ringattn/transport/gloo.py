@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import os
 import stat
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..errors import warn
 
 DEFAULT_TIMEOUT = 600.0  # seconds, for groups without a time limit
 _NEVER_SENT = 0x72696E67  # a tag that no message has
@@ -122,11 +123,10 @@ def initialized() -> bool:
         return True
     started = os.environ.get("WORLD_SIZE")  # by torchrun and other launchers
     if started and started != "1":
-        warnings.warn(
+        warn(
             f"WORLD_SIZE is {started}, but torch.distributed is not initialized: this process computes whole rows by "
             "itself; call torch.distributed.init_process_group() before ringattn.plan(), or remove WORLD_SIZE from its "
-            "environment if it should",
-            stacklevel=4,
+            "environment if it should"
         )
     return False
 
