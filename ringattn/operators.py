@@ -175,9 +175,8 @@ def differentiable_once(what: str, operator: Any) -> Callable[..., Any]:
     def gradients(ctx: Any, *_: Any) -> NoReturn:
         raise NotImplementedError(f"{ctx.first} cannot be differentiated twice: {operator._qualname} has no derivative")
 
-    return differentiable(
-        f"{what} backward", operator, lambda ctx, inputs, _: setattr(ctx, "first", what.format(*inputs)), gradients
-    )
+    setup_context: Any = lambda ctx, inputs, output: setattr(ctx, "first", what.format(*inputs))  # noqa: E731
+    return differentiable(f"{what} backward", operator, setup_context, gradients)
 
 
 def _innermost() -> object:

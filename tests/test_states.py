@@ -457,6 +457,9 @@ def test_what_is_not_differentiable_is_the_function_that_was_called(what: str) -
     y = x[first]
     transforms: dict[str, Callable[[], Any]] = {
         "cannot be differentiated twice": lambda: torch.func.grad(lambda z: gradient(z).sum())(y),
+        "cannot be differentiated twice: ": lambda: torch.autograd.grad(
+            torch.autograd.grad(call(z := y.clone().requires_grad_()).square().sum(), z, create_graph=True)[0].sum(), z
+        ),
         "has no rule for vmap": lambda: torch.func.vmap(gradient)(y[None]),
         "backward has no rule for vmap": lambda: torch.autograd.grad(
             call(z := y.clone().requires_grad_()), z, torch.ones_like(call(z))[None], is_grads_batched=True
