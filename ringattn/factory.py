@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from .dataflow import DATAFLOWS
 from .dataflow import choose as choose_dataflow
 from .masks.intervals import Mask
 from .memo import Memo, on_the_host, untraced
-from .plan_arguments import ADVICE, BUFFER_BYTES, Request
+from .plan_arguments import ADVICE, BUFFER_BYTES, Request, unexpected
 from .transport import group as transports
 from .transport import lockstep
 from .transport.agreement import hash_of
@@ -172,6 +172,7 @@ def plan(
     timeout: float | None = None,
     wait: bool = True,
     held: Sequence[Sequence[range]] | None = None,
+    **others: Never,
 ) -> Plan:
     """Plan the attention of one sequence shape. Every rank of the group calls this with the same arguments.
 
@@ -238,6 +239,8 @@ def plan(
     error: Exception | None = None
     words: dict[str, int | float | str | bool] = {}
     try:
+        if others:
+            raise unexpected("plan", next(iter(others)))
         request = Request.checked(
             transport.world_size, transport.hosts, dataflows(), seq_len, seq_len_k=seq_len_k, causal=causal,
             window_size=window_size, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, documents=documents,

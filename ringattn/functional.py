@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Never
 
 import torch
 from torch import Tensor
 
 from . import operators
 from .kernels.contract import ScoreMod
+from .plan_arguments import unexpected
 from .plans import Plan, not_a_plan
 
 NOT_OF_PLAN = "of this plan's"  # in the error about a shard of another length
@@ -28,6 +30,7 @@ def attention(
     return_lse: bool = False,
     score_mod: ScoreMod | None = None,
     return_max: bool = False,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Return the exact attention of the whole sequence for this rank's queries. Every rank of the plan's group calls
     it.
@@ -77,6 +80,8 @@ def attention(
     if not isinstance(plan, Plan):
         raise not_a_plan(plan)
     try:
+        if others:
+            raise unexpected("attention", next(iter(others)))
         if known is None or plan.begun.get(known) is None:
             check_types(q, k, v)
             q, k, v = operators.as_autocast(q, k, v)

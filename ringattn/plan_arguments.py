@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -318,3 +320,25 @@ def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Seq
         )
     edges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
     return tuple(tuple(range(a, b)) for a, b in edges)
+
+
+# What other libraries call an argument of plan() or attention(), or what to do without it.
+_ELSEWHERE = {
+    "is_causal": "causal", "attn_mask": "mask", "attention_mask": "mask", "block_mask": "mask",
+    "window": "window_size", "sliding_window": "window_size", "cu_seqlens_q": "cu_seqlens",
+    "scale": "softmax_scale", "sm_scale": "softmax_scale", "logits_soft_cap": "softcap", "s_aux": "sink",
+    "return_attn_probs": "return_lse", "return_softmax_lse": "return_lse",
+    "enable_gqa": "leave it out: k and v may have fewer heads than q", "dropout_p": "leave it out: there is no dropout",
+}  # fmt: skip
+
+
+def unexpected(call: str, name: str) -> TypeError:
+    """Return the error for a keyword that ``call``, "plan" or "attention", does not have: where it belongs."""
+    from difflib import get_close_matches
+
+    signatures = {f: inspect.signature(getattr(sys.modules[__package__], f)).parameters for f in ("plan", "attention")}
+    names = {f: [n for n, x in known.items() if x.kind is x.KEYWORD_ONLY] for f, known in signatures.items()}
+    meant = _ELSEWHERE.get(name) or next(iter(get_close_matches(name, itertools.chain(*names.values()), 1)), "")
+    place = next((f for f in (call, *names) if meant in names[f]), None)
+    fix = f"pass {meant}= to ringattn.{place}()" if place else meant or f"it takes {', '.join(names[call])}"
+    return TypeError(f"{call}() has no argument {name}; {fix}")

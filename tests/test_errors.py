@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import ringattn
 from ringattn import KVCache, virtual
 from ringattn.kernels import backends, cache_folder, ranking
 from ringattn.peer import connect
+from ringattn.plan_arguments import _ELSEWHERE, unexpected
 from ringattn.predict import cost
 from ringattn.transport.group import GroupTransport
 from ringattn.virtual import VirtualRank
@@ -89,6 +91,42 @@ def test_attention(changes: dict[str, Any], kind: type[Exception], words: list[s
         ringattn.attention(**good(**changes), plan=plan)
     assert [w for w in words if w not in str(caught.value)] == []
     assert (plan.transport.sent_bytes, plan.transport.sent_messages) == (0, 0)
+
+
+@pytest.mark.parametrize("call", ["plan", "attention"])
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        *[(name, "pass causal= to ringattn.plan()") for name in ("is_causal", "casual")],
+        *[(name, "pass mask= to ringattn.plan()") for name in ("attn_mask", "attention_mask", "block_mask")],
+        *[(name, "pass window_size= to ringattn.plan()") for name in ("window", "sliding_window", "window_sizes")],
+        *[(name, "pass softmax_scale= to ringattn.attention()") for name in ("scale", "sm_scale")],
+        ("return_attn_probs", "pass return_lse= to ringattn.attention()"),
+        ("enable_gqa", "leave it out: k and v may have fewer heads than q"),
+        ("dropout_p", "leave it out: there is no dropout"),
+        ("xyz", "it takes "),
+    ],
+)
+def test_a_keyword_of_another_library_is_told_where_it_belongs(call: str, name: str, fix: str) -> None:
+    plan = ringattn.plan(SEQ, VirtualRank(1, 3), dataflow="ring")
+    given = good(plan=plan) if call == "attention" else dict(seq_len=SEQ, group=VirtualRank(1, 3))
+    with pytest.raises(TypeError) as caught:
+        getattr(ringattn, call)(**given, **{name: True})
+    assert str(caught.value).startswith(f"{call}() has no argument {name}; {fix}")
+    assert plan.transport.sent_messages == 0
+
+
+@pytest.mark.parametrize("call", ["plan", "attention"])
+def test_every_argument_of_the_other_function_is_told_where_it_belongs(call: str) -> None:
+    names = {
+        f: {n for n, x in inspect.signature(getattr(ringattn, f)).parameters.items() if x.kind is x.KEYWORD_ONLY}
+        for f in ("plan", "attention")
+    }
+    (other,) = names.keys() - {call}
+    for name in names[other] - names[call]:
+        assert str(unexpected(call, name)) == f"{call}() has no argument {name}; pass {name}= to ringattn.{other}()"
+    for meant in _ELSEWHERE.values():
+        assert meant in names["plan"] | names["attention"] or meant.startswith("leave it out: ")
 
 
 def test_a_valid_call_starts_to_send() -> None:
