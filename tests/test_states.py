@@ -195,8 +195,9 @@ def test_another_version_of_the_package_is_named(monkeypatch: pytest.MonkeyPatch
         linear_kernels, "imported", lambda module, name: print if name.startswith("chunk_kda") else None
     )
     linear_kernels._has_places.cache_clear()
-    with pytest.warns(UserWarning, match=r"kda\(\) is computed in PyTorch, slowly: .* use fla-core 0.6"):
+    with pytest.warns(UserWarning, match=r"kda\(\) is computed in PyTorch, slowly: .* use fla-core 0.6") as caught:
         assert linear_kernels.find("kda()", torch.device("cuda"), torch.bfloat16, 128) is None
+    assert caught[0].filename == __file__
     linear_kernels._has_places.cache_clear()
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..errors import warn
 from ..plans import Plan
 from .states import Affine, Links, Order, chain, cuts, order, runs
 
@@ -74,10 +74,9 @@ def _has_places(what: str) -> bool:
                 found.add(name)
     complete = what not in _CALLERS or found == set(_PLACES)
     if not complete and imported(*KERNELS[what]) is not None:
-        warnings.warn(
+        warn(
             f"{what} is computed in PyTorch, slowly: this version of flash-linear-attention exchanges no states in "
-            f"{', '.join(sorted(set(_PLACES) - found))}; use fla-core 0.6",
-            stacklevel=2,
+            f"{', '.join(sorted(set(_PLACES) - found))}; use fla-core 0.6"
         )
     return complete
 
