@@ -126,7 +126,7 @@ class Segments(NamedTuple):
             states, whose maps are those of ``continuing``.
         continued, continuing: linked segments that are continued, and that continue a document.
         both: of each continuing one, which of the continued ones it is; their number: none.
-        place: of each token in both parts, one after the other; their number: nowhere, as padding. None: as they are.
+        place: of each token in both parts, one after the other; -1: nowhere, as padding. None: as they are.
     """
 
     linked: Part | None
@@ -166,7 +166,7 @@ def segments(
             goes_on += [True] * (len(parts) - 1) + [more]
     tokens = torch.cat([*linked, *others, torch.empty(0, dtype=torch.long)])
     every = torch.arange(rows * length)
-    place = torch.full_like(every, len(tokens))
+    place = torch.full_like(every, -1)  # the last one
     place[tokens] = every[: len(tokens)]
     continued, continuing = torch.tensor(goes_on, dtype=torch.bool), ~torch.tensor(begins, dtype=torch.bool)
     of_all = plan.once(order, device)
@@ -364,12 +364,13 @@ class _Bystander(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, exchange: Exchange, a: Tensor, b: Tensor) -> Tensor:
         exchange.ahead(Affine(a, b))
-        ctx.exchange, ctx.b = exchange, b
+        ctx.exchange = exchange
+        ctx.save_for_backward(b)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        ctx.exchange.back(ctx.b)
+        ctx.exchange.back(*ctx.saved_tensors)
         return dout, None, None, None
 
 
