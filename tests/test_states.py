@@ -3,6 +3,7 @@ algebra of its states."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from suite import world_sizes
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ringattn
 from ringattn import virtual
@@ -28,6 +30,7 @@ DOCUMENTS = {
     "packed": torch.arange(5).repeat_interleave(torch.tensor([70, 1, 3, 66, 10]))[None],
     "short": (torch.arange(SEQ) // 4)[None],
     "rows": torch.stack([torch.arange(SEQ) // 70, torch.where(torch.arange(SEQ) < 131, torch.arange(SEQ) // 30, -1)]),
+    "a token of padding": torch.where(torch.arange(SEQ) < SEQ - 1, torch.arange(SEQ) // 50, -1)[None],
 }
 
 
@@ -189,22 +192,26 @@ def test_the_kernels_stood_in_for_have_these_arguments(what: str) -> None:
                 assert {*wanted[method].split(), "context"} <= set(have)
 
 
-def test_another_version_of_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose kernels exchange no states in the places that we know."""
-    monkeypatch.setattr(
-        linear_kernels, "imported", lambda module, name: print if name.startswith("chunk_kda") else None
-    )
+@pytest.mark.parametrize(
+    ("version", "names"), [("0.5.1", linear_kernels._PLACES), ("0.7.0.dev1", ()), ("0.6.2", ["compress_h0"])]
+)
+def test_another_version_of_the_package_is_named(monkeypatch: pytest.MonkeyPatch, version: str, names: Any) -> None:
+    """One before that, and one whose kernels exchange no states in the places that we know."""
+    has = {"__version__": version, "chunk_kda": print, **dict.fromkeys(names, print)}
+    monkeypatch.setattr(linear_kernels, "imported", lambda module, name: has.get(name))
+    monkeypatch.setattr(linear_kernels.importlib, "import_module", lambda name: SimpleNamespace())
     linear_kernels._has_places.cache_clear()
-    with pytest.warns(UserWarning, match=r"kda\(\) is computed in PyTorch, slowly: .* use fla-core 0.6") as caught:
+    with pytest.warns(UserWarning, match=rf"kda\(\) is computed in PyTorch, slowly: .* {version} .*fla-core==0.6"):
         assert linear_kernels.find("kda()", torch.device("cuda"), torch.bfloat16, 128) is None
-    assert caught[0].filename == __file__
     linear_kernels._has_places.cache_clear()
 
 
 def test_a_context_of_ours_is_asked_in_place_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no other one."""
     names = list(linear_kernels._PLACES)
-    module = SimpleNamespace(**{name: lambda *args, context=None, name=name, **kw: (name, context) for name in names})
+    module = SimpleNamespace(
+        __version__="0.6.0", **{name: lambda *args, context=None, name=name, **kw: (name, context) for name in names}
+    )
     monkeypatch.setattr(linear_kernels.importlib, "import_module", lambda name: module)
     linear_kernels._has_places.cache_clear()
     linear_kernels.imported.cache_clear()
@@ -376,6 +383,47 @@ def test_rows_go_on_from_the_state_of_earlier_ones(layer: str, kernel: bool, mon
         torch.testing.assert_close(state, after, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_a_layer_computed_again_exchanges_again_on_every_rank(
+    layer: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a rank whose documents are whole, and has nothing to compute again."""
+    if kernel:
+        by_kernels(monkeypatch)
+    x, documents = tensors(layer), torch.arange(3).repeat_interleave(torch.tensor([75, 25, 50]))[None]
+
+    def body(rank: virtual.VirtualRank) -> list[dict[str, Tensor]]:
+        plan = ringattn.plan(SEQ, rank, causal=True, documents=documents, layout="contiguous")
+        own, dout = (
+            {n: y if y.ndim == 1 else plan.shard(y) for n, y in x.items()},
+            plan.shard(randn(2, SEQ, 4, 2, seed=9)),
+        )
+        call = functools.partial(getattr(ringattn, layer), plan=plan, **options(layer))
+        again = functools.partial(checkpoint, call, use_reentrant=False)
+        return [gradients(lambda y: how(**y), own, dout) for how in (call, again)]  # noqa: B023
+
+    for once, again in virtual.run(3, body):
+        for name, y in once.items():
+            torch.testing.assert_close(again[name], y, rtol=1e-10, atol=1e-10)
+
+
+def test_documents_of_one_rank_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    exchanged = states.unshard
+    monkeypatch.setattr(states, "unshard", lambda *args: (calls.append(args[5]), exchanged(*args))[1])
+    x = tensors("kda")
+
+    def body(rank: virtual.VirtualRank, size: int) -> None:
+        documents = (torch.arange(SEQ) // size)[None]
+        plan = ringattn.plan(SEQ, rank, causal=True, documents=documents, layout="contiguous")
+        ringattn.kda(**{name: plan.shard(y) for name, y in x.items()}, plan=plan)
+
+    for size, exchanges in ((50, []), (60, ["kda()"] * 3)):
+        virtual.run(3, functools.partial(body, size=size))
+        assert calls == exchanges
+
+
 def test_a_state_has_gradients_or_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a kernel has none for the state after the rows; one before them is left to PyTorch."""
     x, plan = tensors("kda"), make_plan(virtual.VirtualRank(0, 1), "one")
@@ -442,8 +490,9 @@ def test_arguments_that_do_not_fit_are_named() -> None:
 
 
 @pytest.mark.parametrize("what", ["unshard", *LAYERS])
-def test_what_is_not_differentiable_is_the_function_that_was_called(what: str) -> None:
+def test_what_is_not_differentiable_is_the_function_that_was_called(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers exchange their states by the operator of unshard(), and an error of its gradient names the layer."""
+    monkeypatch.setattr(states.Order, "linked", True)  # also on one rank
     plan, x = make_plan(virtual.VirtualRank(0, 1), "one"), tensors("kda" if what == "unshard" else what)
     first = "x" if what == "ssd" else "v"  # which the states are made of
 

@@ -19,9 +19,6 @@ import triton.language as tl
 from ..launch import dispatch, on_device
 from .primitives import bound
 
-# Columns of the state in a program, for K = V = 128: no spills, and two programs on an SM forward
-_COLUMNS = 64
-
 
 class Chunks(NamedTuple):
     """What the layer's kernels know of chunks of tokens.
@@ -50,20 +47,26 @@ def effect(x: Chunks, u: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """
     k, w, g, gk, chunk = x
     dim, dim_v, heads = k.shape[3], u.shape[3], w.shape[2]
-    both = torch.empty(len(segments), heads, dim, dim_v + dim, dtype=torch.float32, device=k.device)
+    a, b = (torch.empty(len(segments), heads, dim, n, dtype=torch.float32, device=k.device) for n in (dim, dim_v))
+    width, columns = _columns(dim)
     with on_device(k):
-        columns = triton.cdiv(dim_v, _COLUMNS) + triton.cdiv(dim, _COLUMNS)
         dispatch(
-            _effect, (columns, heads, len(segments)), k.contiguous(), w.contiguous(), u.contiguous(), g, gk, both,
-            segments, key_heads=k.shape[2], heads=heads, dim=dim, dim_v=dim_v, DIM=triton.next_power_of_2(dim),
-            COLUMNS=_COLUMNS, CHUNK=chunk, num_stages=2,
+            _effect, (triton.cdiv(dim_v, columns) + triton.cdiv(dim, columns), heads, len(segments)), k.contiguous(),
+            w.contiguous(), u.contiguous(), g, gk, a, b, segments, key_heads=k.shape[2], heads=heads, dim=dim,
+            dim_v=dim_v, DIM=width, COLUMNS=columns, CHUNK=chunk, num_stages=2,
         )  # fmt: skip
-    return both[..., dim_v:], both[..., :dim_v]
+    return a, b
+
+
+def _columns(dim: int) -> tuple[int, int]:
+    """Return the width of a tile of keys, and the columns of the state in a program: no spills, and for K = V = 128 two
+    programs on an SM forward; 217 KiB of shared memory backward for 256."""
+    return max(triton.next_power_of_2(dim), 16), 64 if dim <= 128 else 32
 
 
 @triton.jit
 def _effect(
-    k, w, u, g, gk, both, segments, key_heads: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
+    k, w, u, g, gk, a, b, segments, key_heads: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
     dim_v: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     column, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -97,9 +100,12 @@ def _effect(
             state *= tl.exp2(tl.load(gk + last * (heads * dim) + d, mask=d < dim, other=0.0))[:, None]
         x = tl.load(k + t[:, None] * (key_heads * dim) + d[None, :], mask=of_keys, other=0.0)
         state = tl.dot(tl.trans(x), new.to(x.dtype), state)
-    at = own if column < of_b else dim_v + own
     row = (segment * heads + head).to(tl.int64) * dim + d
-    tl.store(both + row[:, None] * (dim_v + dim) + at[None, :], state, mask=(d < dim)[:, None] & inside[None, :])
+    mask = (d < dim)[:, None] & inside[None, :]
+    if column < of_b:
+        tl.store(b + row[:, None] * dim_v + own[None, :], state, mask=mask)
+    else:
+        tl.store(a + row[:, None] * dim + own[None, :], state, mask=mask)
 
 
 def effect_backward(x: Chunks, q: Tensor, dout: Tensor, dv: Tensor, scale: float, segments: Tensor) -> Tensor:
@@ -115,12 +121,12 @@ def effect_backward(x: Chunks, q: Tensor, dout: Tensor, dv: Tensor, scale: float
     k, w, g, gk, chunk = x
     dim, dim_v, heads = k.shape[3], dv.shape[3], w.shape[2]
     c = torch.empty(len(segments), heads, dim, dim_v, dtype=torch.float32, device=k.device)
+    width, columns = _columns(dim)
     with on_device(k):
         dispatch(
-            _effect_backward, (triton.cdiv(dim_v, _COLUMNS), heads, len(segments)), q.contiguous(), k.contiguous(),
+            _effect_backward, (triton.cdiv(dim_v, columns), heads, len(segments)), q.contiguous(), k.contiguous(),
             w.contiguous(), dout.contiguous(), dv.contiguous(), g, gk, c, segments, scale, key_heads=k.shape[2],
-            heads=heads, dim=dim, dim_v=dim_v, DIM=triton.next_power_of_2(dim), COLUMNS=_COLUMNS, CHUNK=chunk,
-            num_stages=2,
+            heads=heads, dim=dim, dim_v=dim_v, DIM=width, COLUMNS=columns, CHUNK=chunk, num_stages=2,
         )  # fmt: skip
     return c
 

@@ -214,7 +214,7 @@ def recurrence(
         several = dict(q=q, k=k, v=v, g=g) | ({} if beta is None else dict(beta=beta))
         return linear_kernels.run(what, kernel, several, plan, options, state, final)
     # Decays of channels need (size, size, K) numbers for a chunk: smaller ones
-    table = plan.once(chunks, 16 if g.ndim == k.ndim else 64, q.device, state is not None)
+    table = plan.once(chunks, 16 if g.ndim == k.ndim else 64, q.device, state is not None, final)
     dtype, heads, wide = v.dtype, v.shape[2], torch.promote_types(v.dtype, torch.float32)
     if norm:
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))

@@ -2,7 +2,7 @@
 
 A rank's tokens are segments, those of one document in one stretch, which a kernel takes as ``cu_seqlens``: no call for
 each document. Those that continue a document, or are continued, are linked by states (:func:`.states.chain`), for
-which their effect is needed; the kernels don't return it. Other documents are a call of their own.
+which their effect is needed; the kernels don't return it. All others, whole documents, are in a second call.
 
 * Where decays alone act on a state (Mamba-2, lightning attention), the effect is the state after a segment that begins
   with none, and the sum of its decays; what its tokens read of the state before it is one product.
@@ -65,8 +65,9 @@ def imported(module: str, name: str) -> Callable[..., Any] | None:
 @functools.cache
 def _has_places(what: str) -> bool:
     """Return whether an :class:`Exchange` can take part in the kernel of a layer, and let it from now on."""
-    found = set()
-    for module in _CALLERS.get(what, ()):
+    version, found = imported("fla", "__version__"), set()
+    recent = version is not None and tuple(map(int, str(version).split(".")[:2])) >= (0, 6)
+    for module in _CALLERS.get(what, ()) if recent else ():
         for name, method in _PLACES.items():
             function = imported(f"fla.ops.{module}", name)
             if function is not None:
@@ -75,8 +76,8 @@ def _has_places(what: str) -> bool:
     complete = what not in _CALLERS or found == set(_PLACES)
     if not complete and imported(*KERNELS[what]) is not None:
         warn(
-            f"{what} is computed in PyTorch, slowly: this version of flash-linear-attention exchanges no states in "
-            f"{', '.join(sorted(set(_PLACES) - found))}; use fla-core 0.6"
+            f"{what} is computed in PyTorch, slowly: flash-linear-attention {version} exchanges no states in the "
+            "places of version 0.6; pip install 'fla-core==0.6.*'"
         )
     return complete
 
@@ -85,10 +86,10 @@ def _or_ours(function: Callable[..., Any], method: str) -> Callable[..., Any]:
     """Return fla's function, which is a method of the context where that is an :class:`Exchange`."""
 
     @functools.wraps(function)
-    def either(*args: Any, context: Any, **kwargs: Any) -> Any:
-        if isinstance(context, Exchange):
-            return getattr(context, method)(*args, **kwargs)
-        return function(*args, context=context, **kwargs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("context"), Exchange):
+            return getattr(kwargs.pop("context"), method)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return either
 
@@ -169,7 +170,7 @@ def segments(
     place = torch.full_like(every, -1)  # the last one
     place[tokens] = every[: len(tokens)]
     continued, continuing = torch.tensor(goes_on, dtype=torch.bool), ~torch.tensor(begins, dtype=torch.bool)
-    of_all = plan.once(order, device)
+    of_all = plan.once(order, device, continues, final)
     return Segments(
         linked=_part(linked, every, device),
         others=_part(others, every, device),
@@ -222,7 +223,7 @@ def run(
     state after it. Shapes fit."""
     rows, length, heads, dim_v = x["v"].shape
     delta, dim = "beta" in x, x["k"].shape[3]
-    longest = LONGEST if delta and plan.world_size > 1 else None
+    longest = LONGEST if delta else None
     table = plan.once(segments, rows, x["v"].device, state is not None, final, longest)
     if not delta:
         x = x | {name: x[name].repeat_interleave(heads // x[name].shape[2], 2) for name in ("q", "k")}
@@ -235,14 +236,14 @@ def run(
             outs.append(kernel(**table.others.of(x), **table.others.lengths, **options)[0])
         if not outs:  # no tokens, which are part of all tensors
             outs.append(x["v"].flatten(0, 1)[None, :0] + sum(y[:, :0].sum().to(x["v"].dtype) for y in x.values()))
-        if table.linked is None:
+        if table.linked is None and table.ahead.order.linked:
             outs[0] = states.without(outs[0], dim)
         flat = torch.cat(outs, 1)[0] if len(outs) > 1 else outs[0][0]
         if table.place is not None:
             flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[table.place]
         after = states.after if final else None
         if delta and final:
-            after = _Final.apply(after, flat, what)
+            after = _Final.apply(after, flat, what)  # of the outputs only whether they require gradients
         return flat.view(rows, length, heads, dim_v), after
 
 
@@ -302,7 +303,9 @@ class Exchange:
     """
 
     def __init__(self, plan: Plan, table: Segments, what: str, state: Tensor | None) -> None:
-        self.plan, self.table, self.what, self.state = plan, table, what, state
+        from ..kernels.triton import delta_effect
+
+        self.plan, self.table, self.what, self.state, self.kernels = plan, table, what, state, delta_effect
         self.cu_seqlens = None if table.linked is None else table.linked.cu_seqlens
         self.cu_seqlens_cpu = None if table.linked is None else table.linked.on_host
         self.after: Tensor
@@ -320,21 +323,16 @@ class Exchange:
 
     def forward(self, *, u: Tensor, **x: Any) -> Tensor:
         """Return the states (segments, value heads, K, V) before the linked segments."""
-        from ..kernels.triton.delta_effect import effect
-
-        return self.ahead(Affine(*effect(self._chunks(x), u, self._bounds(self.table.continued))))
+        chunks, bounds = self._chunks(x), self._bounds(self.table.continued)
+        return self.ahead(Affine(*self.kernels.effect(chunks, u, bounds)))
 
     def backward(self, *, q: Tensor, do: Tensor, dv: Tensor, scale: float, **x: Any) -> tuple[Tensor, None]:
         """Return the gradients of the states after the linked segments, and None: those before them are not wanted."""
-        from ..kernels.triton.delta_effect import effect_backward
-
-        bounds = self._bounds(self.table.continuing)
-        return self.back(effect_backward(self._chunks(x), q, do, dv, scale, bounds)), None
+        chunks, bounds = self._chunks(x), self._bounds(self.table.continuing)
+        return self.back(self.kernels.effect_backward(chunks, q, do, dv, scale, bounds)), None
 
     def _chunks(self, x: dict[str, Any]) -> Any:
-        from ..kernels.triton.delta_effect import Chunks
-
-        return Chunks(x["k"], x["w"], x.get("g"), x.get("gk"), x["chunk_size"])
+        return self.kernels.Chunks(x["k"], x["w"], x.get("g"), x.get("gk"), x["chunk_size"])
 
     def _bounds(self, segments: Tensor) -> Tensor:
         """Return (segments, 2), the first token and the end of some segments."""

@@ -14,6 +14,7 @@ the stretches before its own, in the order of positions, wherever they lie. Docu
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -65,25 +66,31 @@ class Order(NamedTuple):
         counts: stretches of every rank.
         all: the stretches, counted rank by rank, in the order of positions.
         own: those of this rank, in that order: their places in it.
+        linked: whether a state passes between any of them, or to or from other rows; the same on every rank.
     """
 
     counts: tuple[int, ...]
     all: Tensor
     own: Tensor
+    linked: bool
 
     @property
     def reversed(self) -> Order:
         """The stretches in the opposite order, as gradients pass through them."""
-        return Order(self.counts, self.all.flip(0), len(self.all) - 1 - self.own)
+        return Order(self.counts, self.all.flip(0), len(self.all) - 1 - self.own, self.linked)
 
 
-def order(plan: Plan, device: torch.device) -> Order:
-    """Return the stretches of all ranks; :meth:`.Plan.once` keeps them."""
+def order(plan: Plan, device: torch.device, continues: bool, final: bool) -> Order:
+    """Return the stretches of all ranks, see :func:`runs`; :meth:`.Plan.once` keeps them."""
     starts = [run.start for shard in plan.shards for run in shard]
     several = sorted(range(len(starts)), key=starts.__getitem__)
     counts = tuple(map(len, plan.shards))
     own = [several.index(i) for i in range(sum(counts[: plan.rank]), sum(counts[: plan.rank + 1]))]
-    return Order(counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)))
+    linked = final
+    for where, first in _begins(plan, continues):
+        at = torch.searchsorted(where, torch.tensor(starts))  # the first token from there on
+        linked = linked or not bool(first[at[at < len(where)]].all())
+    return Order(counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)), linked)
 
 
 class Run(NamedTuple):
@@ -115,22 +122,30 @@ def runs(plan: Plan, continues: bool = False, final: bool = False) -> list[Run]:
             "states merge over stretches of neighbouring tokens: make the plan with layout='zigzag', 'balanced' or "
             "'contiguous'"
         )
-    shard, documents = plan.shards[plan.rank], begins(plan)
+    shard = plan.shards[plan.rank]
     positions = layouts.positions(shard)
     stretch = torch.repeat_interleave(torch.arange(len(shard)), torch.tensor([len(r) for r in shard], dtype=torch.long))
     rows = []
-    for begin, real in zip(documents.begin, documents.real, strict=True):
-        where = real.nonzero()[:, 0]
-        of = begin[where]
-        new = torch.ones_like(real)
-        new[where[1:]] = of[1:] != of[:-1]
-        new[where[:1]] = not continues
-        more = torch.full_like(new, final)
-        more[where[:-1]] = ~new[where[1:]]
+    for where, first in _begins(plan, continues):
+        real, new, more = torch.zeros(3, plan.seq_len, dtype=torch.bool)
+        real[where], new[where] = True, first
+        more[where[:-1]], more[where[-1:]] = ~first[1:], final
         held = real[positions].nonzero()[:, 0]
         p = positions[held]
         rows.append(Run(held, stretch[held], new[p], more[p]))
     return rows
+
+
+def _begins(plan: Plan, continues: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each row the positions of tokens without padding, and whether a document begins with each."""
+    documents = begins(plan)
+    for begin, real in zip(documents.begin, documents.real, strict=True):
+        where = real.nonzero()[:, 0]
+        of = begin[where]
+        first = torch.ones_like(of, dtype=torch.bool)
+        first[1:] = of[1:] != of[:-1]
+        first[:1] = not continues
+        yield where, first
 
 
 def cuts(stretch: Tensor, new: Tensor) -> Tensor:
@@ -157,9 +172,9 @@ class Chunks(NamedTuple):
     order: Order
 
 
-def chunks(plan: Plan, size: int, device: torch.device, continues: bool = False) -> Chunks:
+def chunks(plan: Plan, size: int, device: torch.device, continues: bool, final: bool) -> Chunks:
     """Return this rank's tokens as chunks of at most ``size`` tokens; :meth:`.Plan.once` keeps them."""
-    several = plan.once(runs, continues)
+    several = plan.once(runs, continues, final)
     count, length = len(plan.shards[plan.rank]), plan.local_lengths[plan.rank]
     rows = []
     for held, s, new, _ in several:
@@ -179,7 +194,7 @@ def chunks(plan: Plan, size: int, device: torch.device, continues: bool = False)
         index[i, s, number, within] = held
         first[i, s[new], number[new]] = True
         place[i, held] = (s * many + number) * width + within
-    return Chunks(index.to(device), first.to(device), place.to(device), plan.once(order, device))
+    return Chunks(index.to(device), first.to(device), place.to(device), plan.once(order, device, continues, final))
 
 
 class Links(NamedTuple):
@@ -211,22 +226,29 @@ def chain(plan: Plan, links: Links, maps: Affine, what: str, state: Tensor | Non
     neutral = Affine.identity(Affine(*(x.new_empty((1, *x.shape[1:])) for x in maps)))
     several = Affine(*(torch.cat([x, 0 * y, y]) for x, y in zip(maps, neutral, strict=True)))
     steps = [Affine(*(x[n] for x in several)) for n in links.numbers.unbind(1)]
-    total = steps[0]
-    for step in steps[1:]:
-        total = total.then(step)
-    # The effects of all ranks' stretches, one of them (rows, ..., K, K or 1) and (rows, ..., K, V)
-    order, dims = links.order, (links.rows, links.order.counts[plan.rank])
-    parts = [x.unflatten(0, dims).movedim(1, 0) for x in total]
-    own = torch.cat([x.flatten(1) for x in parts], 1)
-    rows = unshard(own, 0, False, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
-    flat = rows.split([x.shape[1:].numel() for x in parts], 1)
-    every = (
-        Affine(*one) for one in zip(*(y.view(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)), strict=True)
-    )
-    zero = parts[1].new_zeros(parts[1].shape[1:]) if state is None else state.to(parts[1].dtype)
-    # All of them, also on a rank that uses the first one alone: in the backward every rank takes part.
-    begin = torch.stack(list(itertools.accumulate(every, lambda state, one: one(state), initial=zero)))
-    each = [begin[order.own].movedim(0, 1).flatten(0, 1)]
+    if links.order.linked:
+        total = steps[0]
+        for step in steps[1:]:
+            total = total.then(step)
+        dims = links.rows, links.order.counts[plan.rank]
+        begin, after = _between(plan, links.order, Affine(*(x.unflatten(0, dims) for x in total)), what, state)
+    else:
+        begin, after = (maps.b.new_zeros(n, *maps.b.shape[1:]) for n in (len(links.numbers), links.rows))
+    each = [begin]
     for step in steps[:-1]:
         each.append(step(each[-1]))
-    return torch.stack(each, 1).flatten(0, 1)[links.where], begin[-1]
+    return torch.stack(each, 1).flatten(0, 1)[links.where], after
+
+
+def _between(plan: Plan, order: Order, effect: Affine, what: str, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the states (rows * stretches, ..., K, V) that this rank's stretches begin with, from their effects with
+    dims (rows, stretches, ...), and the state after all; see :func:`chain`."""
+    parts = [x.movedim(1, 0) for x in effect]
+    own = torch.cat([x.flatten(1) for x in parts], 1)
+    all_rows = unshard(own, 0, False, sum(order.counts), list(order.counts), what, plan.handle)[order.all]
+    flat = all_rows.split([x.shape[1:].numel() for x in parts], 1)
+    maps = zip(*(y.view(-1, *x.shape[1:]) for x, y in zip(parts, flat, strict=True)), strict=True)
+    zero = parts[1].new_zeros(parts[1].shape[1:]) if state is None else state.to(parts[1].dtype)
+    states = list(itertools.accumulate(maps, lambda state, one: Affine(*one)(state), initial=zero))
+    # All of them, also on a rank that uses the first one alone: in the backward every rank takes part.
+    return torch.stack(states)[order.own].movedim(0, 1).flatten(0, 1), states[-1]
