@@ -15,7 +15,7 @@ import pytest
 import torch
 from pool import Pool
 from suite import few
-from test_faults import CASE, FAULTY, LONG, OTHERS, WORLD, faulty, ranks, reports, waits  # noqa: F401
+from test_faults import CASE, FAULTY, OTHERS, WORLD, faulty, ranks, reports, waits  # noqa: F401
 
 from ringattn.peer.watchdog import Board
 from ringattn.transport import background
@@ -67,7 +67,7 @@ ERRORS = {
 
 def failing(what: str, error: str) -> None:
     """One rank raises an error in a step, and another one has to say why, when something is used up in both."""
-    plan = CASE.plan(waits(LONG))
+    plan = CASE.plan(waits())
     transport: Any = plan.transport
     cases.attend(CASE, plan=plan)
     raised, text = ERRORS[error](), ""

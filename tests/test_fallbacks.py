@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-from test_faults import CASE, FAULTY, LONG, OTHERS, WORLD, faulty, ranks, reports, waits  # noqa: F401
 from torch.distributed import HashStore
 
 from ringattn import errors
@@ -142,6 +142,40 @@ def test_a_wait_without_a_thread_is_one_of_the_caller(monkeypatch: pytest.Monkey
     monkeypatch.setattr(background, "_threads", background._Threads())
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     assert pending.interruptible(threading.get_ident) == threading.get_ident()
+
+
+def test_a_thread_lets_its_task_go_before_the_waiter_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep tensors and groups alive for as long as it does not run."""
+    monkeypatch.setattr(background, "_threads", background._Threads())
+
+    class Tensor:
+        pass
+
+    class Done(threading.Event):
+        def set(self) -> None:
+            alive.append(kept() is not None)
+            super().set()
+
+    tensor, alive = Tensor(), list[bool]()
+    kept, task = weakref.ref(tensor), background.Task(lambda tensor=tensor: None, Done())
+    del tensor
+    background.reserve(1)
+    background._threads.tasks.put(task)
+    assert task.done.wait(600)
+    assert alive == [False]
+
+
+@pytest.mark.parametrize("after", [1, 50, 51])
+def test_a_stop_of_this_process_is_no_time_that_a_task_takes(after: int) -> None:
+    """Each look may end long after its time."""
+    looks = []
+
+    class Done(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            looks.append(timeout)
+            return len(looks) >= after
+
+    assert background.Task(None, Done()).ended(1.0) == (after <= 50)
 
 
 def test_a_wait_ends_after_ten_looks_in_a_row_that_find_a_process_lost(monkeypatch: pytest.MonkeyPatch) -> None:

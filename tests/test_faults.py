@@ -1,8 +1,9 @@
 """Ranks that die, raise, are late or make another call: the others raise in time, and no rank returns a result.
 
 Every fault has processes of its own. A rank is made faulty by replacing its transport's start of a step. Where the
-others must notice before the time limit, the limit is ``LONG``, and they answer within ``GUARD``; where only the limit
-can tell, it is ``SHORT``, and the faulty rank waits until the others have failed.
+others must notice before the time limit, the limit is ``LONG``, and they answer within ``GUARD``. Where only the limit
+can tell, it is ``SHORT`` from the moment when the others wait for nothing but the faulty rank, which waits until they
+have failed. The time limit of one of them is the first to pass; to the others it closes its connections.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import _get_default_store
 
 import ringattn
-from ringattn.peer import connect, symmetric
-from ringattn.transport import gloo, pending
+from ringattn.peer import connect, symmetric, watchdog
+from ringattn.transport import gloo, health, pending
 from ringattn.transport import group as transports
 
 WORLD = 4
 FAULTY = 1
 OTHERS = [0, 2, 3]
-SHORT, GUARD, LONG = 5.0, 600.0, 6000.0  # seconds
+SHORT, GUARD, LONG = 1.0, 600.0, 6000.0  # seconds
 CASE = Case(seq_len=29, layout="contiguous", batch=1)  # every rank meets every shard
 
 faulty = pytest.mark.xdist_group("faults")
@@ -53,15 +54,14 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
-def waits(seconds: float) -> dist.ProcessGroup:
-    """Return a group of all ranks that wait for each other for so long at most."""
-    dist.barrier()  # the time limit starts when all ranks are here
-    return dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(seconds=seconds))
+def waits() -> dist.ProcessGroup:
+    """Return a group of all ranks that wait for each other, longer than tests wait for them."""
+    return dist.new_group(list(range(WORLD)), timeout=datetime.timedelta(seconds=LONG))
 
 
 def says(event: str) -> None:
     """Tell the other ranks that something has happened on this one."""
-    _get_default_store().set(f"{event}/{dist.get_rank()}", "")
+    _get_default_store().set(f"{event}/{dist.get_rank()}", str(os.getpid()))
 
 
 def wait_for(event: str, ranks: Sequence[int]) -> None:
@@ -73,9 +73,38 @@ def wait_for(event: str, ranks: Sequence[int]) -> None:
     _get_default_store().wait([f"{event}/{rank}" for rank in ranks], datetime.timedelta(seconds=GUARD))
 
 
+def wait_for_end(event: str, rank: int) -> None:
+    """Wait until a rank that has said that something has happened is dead or stopped."""
+    wait_for(event, [rank])
+    process = int(_get_default_store().get(f"{event}/{rank}"))
+    end = time.monotonic() + GUARD
+    while watchdog._stat(process)[0] not in "XZTt":
+        assert time.monotonic() < end, f"process {process} runs"
+        time.sleep(0.01)
+
+
+def together(event: str, ranks: Sequence[int]) -> None:
+    """Say that something has happened, and wait until it has on each of these ranks."""
+    says(event)
+    wait_for(event, ranks)
+
+
+def short(transport: Any, ranks: Sequence[int]) -> None:
+    """Let this rank wait from its next exchange of words only until ``SHORT`` seconds after all of ``ranks`` have begun
+    the same call."""
+    start_words = transport.start_words
+
+    def start(words: torch.Tensor) -> Any:
+        together("has begun", ranks)
+        transport.timeout = SHORT
+        return start_words(words)
+
+    transport.start_words = start
+
+
 def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
     """Run attention; the faulty rank fails when it starts a step. Steps are counted through forward and backward."""
-    plan = case.plan(waits(SHORT if fault == "stops" else LONG))
+    plan = case.plan(waits())
     transport = plan.transport
     real, count = transport.start, 0
 
@@ -94,10 +123,14 @@ def disturbed(case: Case, hop: int, fault: str) -> cases.Part:
                 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
                 return real(sends, receives)
             if fault == "stops":
+                says("stops")
                 os.kill(os.getpid(), signal.SIGSTOP)
             raise MemoryError(f"no room for hop {hop}")
         if transport.rank == FAULTY - 1 and count == hop and fault == "is interrupted":
             wait_for("interrupted", [FAULTY])  # which waits for a message of this rank
+        if count >= hop and fault == "stops":
+            wait_for_end("stops", FAULTY)
+            transport.timeout = SHORT
         count += 1
         return real(sends, receives)
 
@@ -136,6 +169,15 @@ def reports(pool: Pool, job: Callable[..., Any], *args: object, hanging: Sequenc
     hang = [rank for rank, text in enumerate(texts) if text == "no answer"]
     assert hang == list(hanging), f"ranks {hang} hang"
     return texts
+
+
+def check_late(texts: list[str], others: Sequence[int], cause: str) -> None:
+    """Assert that all ranks without a fault name the same cause by a time limit: the first of them by its own."""
+    lasts = [texts[rank].strip().splitlines()[-1] for rank in others]
+    for last in lasts:
+        assert re.match(r"ringattn\.errors\.(TimedOut|LostPeer): rank ", last), last
+        assert cause in last, last
+    assert any("errors.TimedOut: " in last for last in lasts), lasts
 
 
 def check_survivors(texts: list[str], error: str, cause: str) -> None:
@@ -203,10 +245,11 @@ def test_a_rank_that_is_interrupted_in_a_wait_raises_at_once_and_stops_all(ranks
 
 def missing(case: Case) -> cases.Part | None:
     """Run attention on all ranks but one, which skips it."""
-    plan = case.plan(waits(SHORT))
+    plan = case.plan(waits())
     if plan.rank == FAULTY:
         wait_for("failed", OTHERS)
         raise SystemExit("skipped it")
+    short(plan.transport, OTHERS)
     try:
         return cases.attend(case, plan=plan)
     finally:
@@ -216,7 +259,7 @@ def missing(case: Case) -> cases.Part | None:
 def share_memory(where: str) -> None:
     """Make memory that GPUs share, for example at the first decode(), with a stand-in for torch's symmetric memory; the
     faulty rank dies before it comes, has no memory, or dies in the rendezvous of the others."""
-    group = waits(LONG)
+    group = waits()
     transport = transports.of(group)
     assert isinstance(transport, transports.GroupTransport)
     bad = False
@@ -274,10 +317,8 @@ def test_a_rank_that_fails_where_memory_is_shared_is_named(ranks: Pool, where: s
 @faulty
 def test_a_rank_that_skips_a_call_is_noticed(ranks: Pool) -> None:
     texts = reports(ranks, missing, CASE)
-    for rank in OTHERS:
-        assert f"TimedOut: rank {rank}: attention() failed after" in texts[rank]
-        assert f"rank {FAULTY} (process " in texts[rank]
-        assert "runs, but has not come: it has begun 1 calls and this rank 2" in texts[rank]
+    check_late(texts, OTHERS, "runs, but has not come: it has begun 1 calls and this rank 2")
+    check_survivors(texts, "TimedOut|LostPeer", "attention() failed after")
 
 
 def late(backend: str, connected: bool) -> None:
@@ -285,12 +326,25 @@ def late(backend: str, connected: bool) -> None:
     group = dist.new_group(list(range(WORLD)), datetime.timedelta(seconds=LONG), backend)
     if connected:
         ringattn.plan(32, group)
-    dist.barrier()
     if dist.get_rank() == FAULTY:
         wait_for("failed", OTHERS)  # the group's own time limit is longer
         raise SystemExit("came too late")
+    come, start_words = health.Health.come, transports.GroupTransport.start_words
+
+    def first(self: health.Health, store: Any) -> None:
+        come(self, store)
+        together("has come", OTHERS)
+
+    def later(self: transports.GroupTransport, words: torch.Tensor) -> Any:
+        together("has begun", OTHERS)
+        return start_words(self, words)
+
+    if connected:
+        transports.GroupTransport.start_words = later  # type: ignore[method-assign]
+    else:
+        health.Health.come = first  # type: ignore[method-assign]
     try:
-        ringattn.plan(64, group, timeout=1.0)
+        ringattn.plan(64, group, timeout=SHORT)
     finally:
         says("failed")
 
@@ -300,14 +354,17 @@ def late(backend: str, connected: bool) -> None:
 def test_the_time_limit_of_a_plan_holds_while_it_is_made(ranks: Pool, backend: str, connected: bool) -> None:
     """In the first plan of a group, too, which connects the ranks."""
     texts = reports(ranks, late, backend, connected)
-    for rank in OTHERS:
-        assert "TimedOut: rank" in texts[rank]
+    has_not = (
+        "runs, but has not come: it has begun 1 calls and this rank 2" if connected else "has not come to the first"
+    )
+    check_late(texts, OTHERS, has_not)
+    assert all(f"rank {FAULTY} " in texts[rank].strip().splitlines()[-1] for rank in OTHERS), texts
     assert "SystemExit: came too late" in texts[FAULTY]
 
 
 def differing_later(case: Case) -> torch.Tensor:
     """Make the second call of a plan, in which arguments are no longer compared, differ on one rank."""
-    plan = case.plan(waits(SHORT))
+    plan = case.plan(waits())
     cases.attend(case, plan=plan)
     heads = 4 if plan.rank == FAULTY else 2
     q = torch.zeros(1, len(plan.positions), heads, 8, dtype=torch.float64)
@@ -318,7 +375,10 @@ def differing_later(case: Case) -> torch.Tensor:
 def test_a_later_call_that_differs_has_no_result(ranks: Pool) -> None:
     texts = reports(ranks, differing_later, CASE)
     for text in texts:
-        assert "ringattn.errors." in text, text
+        last = text.strip().splitlines()[-1]
+        assert re.match(
+            r"ringattn\.errors\.(Desynchronized|LostPeer): .*ranks are in different calls: call 4 of rank", last
+        ), text
 
 
 def jittered(case: Case, seed: int, slowest: float, repeats: int) -> list[dict[str, torch.Tensor]]:

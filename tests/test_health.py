@@ -75,6 +75,24 @@ def test_the_origin_is_named(tmp_path: Path, waited: float, time: Clock) -> None
     assert "closed" not in str(error), "the backend's text tells only what followed"
 
 
+def test_others_are_looked_at_again_after_a_stop_of_this_process(
+    tmp_path: Path, time: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that is the cause may not have run either, as on a machine that swaps."""
+    here, boards = with_board(tmp_path)
+    looks = []
+
+    def stopped(seconds: float) -> None:
+        looks.append(seconds)
+        time.now += 100
+        if len(looks) == 3:
+            boards[2].fail("MemoryError: no room")
+
+    monkeypatch.setattr(time, "sleep", stopped)
+    error = here.failure(RuntimeError("closed"), PLACE, time.now, 10.0)
+    assert (type(error), error.peer, len(looks)) == (LostPeer, 2, 3)
+
+
 def test_a_rank_that_has_not_come_is_named_only_after_the_time_limit(tmp_path: Path, time: Clock) -> None:
     here, boards = with_board(tmp_path)
     boards[1].begin(10.0, CallMark(1, 0, True), "plan()")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,19 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from suite import few
-from test_faults import LONG, WORLD, faulty, ranks, reports, says, wait_for  # noqa: F401  (ranks is a fixture)
+from test_faults import (  # noqa: F401  (ranks is a fixture)
+    LONG,
+    SHORT,
+    WORLD,
+    check_late,
+    faulty,
+    ranks,
+    reports,
+    says,
+    together,
+    wait_for,
+    wait_for_end,
+)  # fmt: skip
 from torch.distributed import HashStore
 
 import ringattn
@@ -122,10 +135,18 @@ def connecting(fault: str, backend: str) -> None:
     if bad:
         gloo.group_of = cannot  # type: ignore[assignment]
         health.Health.make_board = cannot  # type: ignore[assignment, method-assign]
-    elif fault != "does not come":
-        wait_for("has come", [FAULTY])
+    elif fault == "does not come":
+        come = health.Health.come
+
+        def all_have_come(self: health.Health, store: Any) -> None:
+            come(self, store)
+            together("has come", OTHERS)
+
+        health.Health.come = all_have_come  # type: ignore[method-assign]
+    else:
+        wait_for_end("has come", FAULTY)
     try:
-        ringattn.plan(SEQ, group, timeout=2.0)
+        ringattn.plan(SEQ, group, timeout=SHORT)
     finally:
         says("failed")
 
@@ -148,6 +169,8 @@ def test_the_first_call_of_a_group_names_the_rank_that_is_missing(
         last = texts[rank].strip().splitlines()[-1]
         assert f"rank 1 of the group (global rank {FAULTY}" in last, texts[rank]
         assert words in last, texts[rank]
+    if fault != "dies":
+        check_late(texts, OTHERS, words)
 
 
 def arrivals(store: Any, states: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> health.Arrivals:
@@ -163,6 +186,19 @@ def arrivals(store: Any, states: dict[int, str], monkeypatch: pytest.MonkeyPatch
     return first
 
 
+class Pauses:
+    """The pauses between looks, which take no time; ``then`` is called in the second one."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self._then, self._count = then, 0
+
+    def sleep(self, seconds: float) -> None:
+        self._count += 1
+        if self._count == 2:
+            self._then()
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("states", "peer", "text"),
     [
@@ -170,22 +206,48 @@ def arrivals(store: Any, states: dict[int, str], monkeypatch: pytest.MonkeyPatch
         ("here - here here", 2, "rank 2 has not come to the first call on this group"),
         ("- here away -", None, "rank 1, rank 4 have not come to the first call on this group"),
         ("here dead here away", 2, "rank 2 (process 7002) has died"),
+        ("- dead here -", 2, "rank 2 (process 7002) has died"),
         ("stopped here here here", 1, "rank 1 (process 7001) is stopped, by SIGSTOP or a debugger"),
         ("here here away away", None, "so it may be one of the ranks 3-4 on node1"),
     ],
 )
-def test_what_keys_in_the_store_tell(states: str, peer: int | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_PATIENCE", 100.0)
+def test_what_keys_in_the_store_tell(
+    states: str, peer: int | None, text: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", 10.0)
+    monkeypatch.setattr(health, "time", Pauses())
     of = {rank: state for rank, state in enumerate(states.split(), 1) if state != "-"}
-    missing, said = arrivals(HashStore(), of, monkeypatch).missing()
+    missing, said = arrivals(HashStore(), of, monkeypatch).missing(late)
     assert (missing, text in said, bool(said)) == (peer, True, bool(text)), said
+
+
+@pytest.mark.parametrize(
+    ("event", "peer", "text"),
+    [
+        ("dies", 1, "rank 1 (process 7001) has died"),  # its connections were closed before
+        ("comes", None, ""),
+        ("nothing", 4, "rank 4 has not come to the first call on this group"),
+    ],
+)
+def test_a_rank_that_is_on_its_way_is_not_blamed_before_the_time_limit(
+    event: str, peer: int | None, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_PATIENCE", 10.0)
+    store, states = HashStore(), dict.fromkeys((1, 2, 3), "here")
+    here = arrivals(store, states, monkeypatch)
+    changes: dict[str, Callable[[], object]] = {
+        "dies": lambda: arrivals(store, {1: "dead"}, monkeypatch),
+        "comes": lambda: arrivals(store, {**states, 4: "here"}, monkeypatch),
+    }
+    monkeypatch.setattr(health, "time", Pauses(changes.get(event, lambda: None)))
+    assert here.missing(False) == (peer, text)
 
 
 def test_a_store_that_is_gone_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = mock.Mock(spec=["set", "check", "get", "delete_key"], check=mock.Mock(side_effect=RuntimeError("gone")))
     store.delete_key.side_effect = RuntimeError("cannot")
     here = arrivals(store, {}, monkeypatch)
-    assert here.missing() == (None, "")
+    assert here.missing(True) == (None, "")
     here.end()
 
 

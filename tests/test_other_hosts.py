@@ -90,7 +90,7 @@ def test_without_a_store_all_hosts_are_listed_in_time(make: Any, late: bool, mon
     monkeypatch.setattr(health, "_PATIENCE", 0.1)
     here, store = Health(0, 7), make()
     (here.others,) = ranks(store, 0)
-    error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - 10 * late, 10.0)
+    error = here.failure(RuntimeError("closed"), PLACE, time.monotonic() - GUARD * late, GUARD)
     if isinstance(store, Silent):
         assert store.asked.wait(GUARD)
         store.given_up.set()

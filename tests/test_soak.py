@@ -63,7 +63,7 @@ def soaked(error: float) -> dict[str, Any]:
     check.over_ranks = wrong
     try:
         args = argparse.Namespace(
-            seed=0, seconds=60.0, steps=12, unmeasured=0, check_every=2, sample_every=1, cache_limit=64
+            seed=0, seconds=6000.0, steps=12, unmeasured=0, check_every=2, sample_every=1, cache_limit=64
         )
         return soak.soak(args, torch.device("cpu"))
     finally:

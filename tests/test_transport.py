@@ -304,7 +304,7 @@ def words_in_a_group_of_two() -> list[list[int]] | None:
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return None
-    gloo = group_of(pair, 60.0)
+    gloo = group_of(pair, 600.0)
     words = torch.tensor([dist.get_rank(), 7])
     rows = [torch.empty_like(words) for _ in range(2)]
     gloo.allgather([rows], [words]).wait()
@@ -324,7 +324,7 @@ def last_two() -> dict[str, Any] | None:
     pair = dist.new_group([1, 2], timeout=datetime.timedelta(days=2))
     if dist.get_rank() == 0:
         return None
-    made = group_of(pair, 30.0)
+    made = group_of(pair, 600.0)
     words = torch.tensor([dist.get_rank()])
     rows = [torch.empty_like(words) for _ in range(2)]
     made.allgather([rows], [words]).wait()

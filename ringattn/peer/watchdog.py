@@ -445,8 +445,9 @@ def end(board: Board, parent: Process, peer: int | None, problem: str) -> None:
     text = f"ringattn: {name}: {problem}. This process is ended. {_ADVICE}\n"
     board.fail(problem, UNKNOWN if peer is None else peer)
     # In a thread: the reader of the pipe may be stopped, too, or gone.
-    threading.Thread(target=os.write, args=(2, text.encode(errors="replace")), daemon=True).start()
-    time.sleep(0.1)
+    writer = threading.Thread(target=os.write, args=(2, text.encode(errors="replace")), daemon=True)
+    writer.start()
+    writer.join(2.0)
     for number in (signal.SIGABRT, signal.SIGKILL):  # a handler of the first may hang, too; the second has none
         os.kill(parent.number, number)
         give_up = time.monotonic() + 2.0

@@ -14,19 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+_PERIOD = 0.02  # seconds
+
 
 @dataclass
 class Task:
-    """A function that another thread runs.
+    """A function that another thread runs, and then lets go: it may keep tensors and groups alive.
 
     Attributes:
         done: set when it has returned, with its ``result``, or has raised its ``error``.
     """
 
-    run: Callable[[], Any]
+    run: Callable[[], Any] | None
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None
+
+    def ended(self, seconds: float) -> bool:
+        """Return whether it is done within so many seconds in which this process runs: it may be stopped meanwhile."""
+        return any(self.done.wait(_PERIOD) for _ in range(max(1, round(seconds / _PERIOD))))
 
 
 class _Threads:
@@ -42,12 +48,14 @@ class _Threads:
     def _serve(self) -> None:
         while True:
             task = self.tasks.get()
+            assert task.run is not None
             try:
                 task.result = task.run()
             except BaseException as error:
                 task.error = error
-            task.done.set()
-            del task  # and with it the tensors of messages
+            task.run, done = None, task.done
+            del task  # before whoever waits goes on
+            done.set()
             self.idle.release()
 
 

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from . import background, gloo, lockstep
 from .agreement import hash_of
 from .other_hosts import OtherHosts
 
-_PATIENCE = 1.0  # seconds to wait until the board shows which rank caused an error
+_PATIENCE, _PERIOD = 1.0, 0.02  # seconds to wait until the board shows which rank caused an error, and between looks
 _NAME = struct.Struct("8q")  # a host's name as words, cut if it is longer
 _pinned: list[object] = []  # boards stay pinned, so they must stay mapped, until the process ends
 
@@ -65,6 +65,14 @@ def host() -> int:
     return hash_of(f"{socket.gethostname()} {boot}")
 
 
+def _looks() -> Iterator[None]:
+    """Yield for each look at other ranks, for ``_PATIENCE`` seconds in which this process runs: a process closes its
+    connections shortly before it is dead."""
+    for _ in range(max(1, round(_PATIENCE / _PERIOD))):
+        time.sleep(_PERIOD)
+        yield
+
+
 class Marks:
     """Words by which the watchdog sees that a stream waits for messages.
 
@@ -88,7 +96,7 @@ class Arrivals:
 
     def __init__(self, rank: int, world_size: int, ranks: Sequence[int], store: Any) -> None:
         self._rank, self._world_size, self._ranks, self._store = rank, world_size, ranks, store
-        self._host = host()
+        self._host, self._come = host(), dict[int, tuple[str, Process | None]]()
         store.set(f"ringattn came/{rank}", json.dumps([self._host, socket.gethostname(), *Process.own()]))
 
     def end(self) -> None:
@@ -96,31 +104,42 @@ class Arrivals:
         with contextlib.suppress(RuntimeError):  # a store that cannot
             self._store.delete_key(f"ringattn came/{self._rank}")
 
-    def missing(self) -> tuple[int | None, str]:
-        """Return a rank that has not come, or cannot go on, and what is known of it; (None, "") if nothing is."""
-        asked = background.start(self._come)  # the host of the store may be lost
-        if asked is None or not asked.done.wait(_PATIENCE) or asked.error is not None:
-            return None, ""
-        come: dict[int, tuple[int, str, int, int]] = asked.result
-        absent = [rank for rank in range(self._world_size) if rank not in come]
+    def missing(self, late: bool) -> tuple[int | None, str]:
+        """Return a rank that cannot go on, or has not come, and what is known of it; (None, "") if nothing is.
+
+        Args:
+            late: whether the time limit has passed. Before, one that has not come may be on its way, and another one
+                the cause.
+        """
+        come, absent = self._come, list[int]()
+        for _ in _looks():
+            asked = background.start(self._ask)  # the host of the store may be lost
+            if asked is None or not asked.ended(_PATIENCE) or asked.error is not None:
+                return None, ""
+            for rank, (_, process) in come.items():
+                if process is not None and (problem := process.problem()):
+                    return rank, f"{rank_name(rank, self._ranks, process.number)} {problem}"
+            absent = [rank for rank in range(self._world_size) if rank not in come]
+            if late and absent:
+                break
         if absent:
             names = ", ".join(rank_name(rank, self._ranks) for rank in absent[:8])
             names += f" and {len(absent) - 8} more" * (len(absent) > 8)
             which = absent[0] if len(absent) == 1 else None
             return which, f"{names} {'has' if which is not None else 'have'} not come to the first call on this group"
-        here = {rank: Process(*of[2:]) for rank, of in come.items() if of[0] == self._host}
-        for rank, process in here.items():
-            if problem := process.problem():
-                return rank, f"{rank_name(rank, self._ranks, process.number)} {problem}"
-        unseen = [rank for rank in come if rank not in here]
+        unseen = [rank for rank, (_, process) in come.items() if process is None]
         if not unseen:
             return None, ""
-        others = OtherHosts(self._rank, [come[rank][1] for rank in sorted(come)], unseen, None, "", self._ranks)
+        others = OtherHosts(self._rank, [come[rank][0] for rank in sorted(come)], unseen, None, "", self._ranks)
         return None, others.guess(False, None)
 
-    def _come(self) -> dict[int, tuple[int, str, int, int]]:
-        keys = {rank: f"ringattn came/{rank}" for rank in range(self._world_size)}
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+    def _ask(self) -> None:
+        """Note the hosts of those that have come since, and the processes of this host."""
+        for rank in range(self._world_size):
+            key = f"ringattn came/{rank}"
+            if rank not in self._come and self._store.check([key]):
+                number, name, *process = json.loads(self._store.get(key))
+                self._come[rank] = name, Process(*process) if number == self._host else None
 
 
 class Health:
@@ -245,7 +264,7 @@ class Health:
         text = in_short(error) + where
         if self.others is not None and not isinstance(error, ExchangeFailed):  # failure() tells those
             name = rank_name(self.rank, self.ranks)
-            self.others.tell(self.rank, f"{name} failed with {text}").done.wait(_PATIENCE)
+            self.others.tell(self.rank, f"{name} failed with {text}").ended(_PATIENCE)
         if self.board is None:
             return
         if isinstance(error, ExchangeFailed):
@@ -305,14 +324,13 @@ class Health:
             other: the rank at the other end of the message, if the wait was for one.
             words: of the backend, for causes that are a guess.
         """
-        board, others, until = self.board, self.others, time.monotonic() + _PATIENCE
+        board, others = self.board, self.others
         guess = "" if others is None else others.guess(late, other)
         answer = None if others is None else others.tell(None, guess)
-        while time.monotonic() < until:
-            time.sleep(0.02)  # a process closes its connections shortly before it is dead
+        for _ in _looks():
             peer, cause = (None, "") if board is None else board.cause(self.seen, stopped=True, other=other)
             if others is not None and peer is not None:
-                others.tell(peer, cause).done.wait(_PATIENCE)
+                others.tell(peer, cause).ended(_PATIENCE)
             elif others is not None and answer is not None and (named := others.cause(answer, late)) is not None:
                 return named
             if cause:
@@ -321,7 +339,7 @@ class Health:
                 break
         peer = None
         if board is None and others is None and self.arrivals is not None:
-            peer, guess = self.arrivals.missing()
+            peer, guess = self.arrivals.missing(late)
         elif board is not None and late:
             if others is None:
                 return board.delay(self.seen)
