@@ -19,7 +19,7 @@ from pool import Pool, on_ranks
 
 import ringattn
 from ringattn import operators, plan_arguments, virtual
-from ringattn.errors import Desynchronized
+from ringattn.errors import Desynchronized, in_short
 from ringattn.kernels.contract import Result
 from ringattn.transport import lockstep
 from ringattn.transport.group import GroupTransport
@@ -456,8 +456,24 @@ def test_the_digest_is_of_all_calls() -> None:
     assert a.begin("f", False) == b.begin("f", False)
 
 
+@pytest.mark.parametrize("name", ["attention() forward", "gathered() backward"])
+def test_other_ranks_show_both_calls(name: str) -> None:
+    """However much differs, and where ranks have two numbers."""
+    ours, theirs = (
+        ", ".join(["attention() forward" if x else name, *(f"field_{i}={x + 123456}" for i in range(30))])
+        for x in (1, 0)
+    )
+    error = lockstep.difference((0, 7000, ours), (1, 8000, theirs), (1000, 1001))
+    short = in_short(error)
+    assert "call 7000 of rank 0 of the group (global rank 1000) is attention() forward" in short
+    assert f"call 8000 of rank 1 of the group (global rank 1001) {name}" in short
+    assert ("field_0=123456" in short) == (name == "attention() forward")
+
+
 def test_texts_of_different_calls() -> None:
     text = str(lockstep.difference((0, 7, "attention() forward, a=1, b=2"), (3, 9, "attention() forward, a=1, b=3")))
     assert "call 7 of rank 0 is attention() forward, b=2, call 9 of rank 3 attention() forward, b=3. " in text
+    text = str(lockstep.difference((0, 7, "attention() forward, a=1"), (3, 7, "loss.reduced(), shape=()")))
+    assert "call 7 of rank 0 is attention() forward, call 7 of rank 3 loss.reduced(). " in text
     text = str(lockstep.difference((0, 7, "f, a=1"), (3, 7, "f, a=1")))
     assert "rank 0 and rank 3 have made different calls before call 7 of rank 0, f, a=1" in text

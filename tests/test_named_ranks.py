@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import itertools
 import json
 import os
 import re
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from pool import Pool
 from suite import few
 from test_faults import (  # noqa: F401  (ranks is a fixture)
+    GUARD,
     LONG,
     SHORT,
     WORLD,
@@ -54,8 +57,12 @@ def in_a_group(number: int | None = None, backend: str = "gloo", timeout: float 
     return group
 
 
-def named(fault: str) -> None:
-    """Let the faulty rank of a subgroup fail in some way, and the others report it."""
+def named(fault: str, order: Sequence[int] = ()) -> None:
+    """Let the faulty rank of a subgroup fail in some way, and the others report it.
+
+    Args:
+        order: in which its ranks begin the call; (): in any.
+    """
     group: Any = in_a_group()
     plan = ringattn.plan(SEQ, group, dataflow="ring")
     x = torch.ones(1, plan.local_lengths[plan.rank], 2, 8)
@@ -75,6 +82,11 @@ def named(fault: str) -> None:
     if bad and fault in ("destroys the group", "takes long to exit"):
         wait_for("failed", OTHERS)
         raise SystemExit("left in order")
+    before: Sequence[int] = order[: order.index(plan.rank)] if order else ()
+    end, board = time.monotonic() + GUARD, plan.transport.health.board
+    while any(board.calls_of(rank) < 3 for rank in before):
+        assert time.monotonic() < end, f"{before} have not begun"
+        time.sleep(0.01)
     try:
         if fault == "refuses":
             wrong = x[:, 1:] if bad else x
@@ -104,10 +116,19 @@ KINDS = {
 }
 
 
+ORDERS = [  # the last rank that comes sees the others; those before wait for it, and fail because of one of them
+    (fault, order)
+    for order in reversed(list(itertools.permutations(range(len(SUBGROUP)))))
+    for fault in ("is in another call", "refuses")
+]
+
+
 @faulty
-@pytest.mark.parametrize("fault", KINDS)
-def test_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_whole_job(ranks: Pool, fault: str) -> None:  # noqa: F811
-    texts = reports(ranks, named, fault)
+@pytest.mark.parametrize(("fault", "order"), [*((fault, ()) for fault in KINDS), *few(ORDERS, 2)])
+def test_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_whole_job(
+    ranks: Pool, fault: str, order: tuple[int, ...]  # noqa: F811
+) -> None:  # fmt: skip
+    texts = reports(ranks, named, fault, order)
     for rank in OTHERS:
         last = texts[rank].strip().splitlines()[-1]
         assert re.search(KINDS[fault], last), texts[rank]

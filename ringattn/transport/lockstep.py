@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -142,10 +143,12 @@ def difference(own: tuple[int, int, str], other: tuple[int, int, str], ranks: Se
 
 
 def _without(call: str, other: str) -> str:
-    """Return a call's name and what it does not share with another call."""
+    """Return a call's name and what it does not share with another one of that name, so short that errors which other
+    ranks raise because of this one show both calls."""
     name, *rest = call.split(", ")
-    shared = set(other.split(", "))
-    return ", ".join([name, *(part for part in rest if part not in shared)])
+    name_of_other, *others = other.split(", ")
+    parts = [part for part in rest if part not in others] if name == name_of_other else []
+    return textwrap.shorten(", ".join([name, *parts]), 88, placeholder=" ...")
 
 
 def whereabouts(calls: Calls, lines: bool) -> dict[str, int | float | str | bool]:
