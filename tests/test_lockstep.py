@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool, on_ranks
+from suite import world_sizes
 
 import ringattn
 from ringattn import operators, plan_arguments, virtual
@@ -320,6 +321,45 @@ def test_all_continue_from_one_number_though_one_has_begun_a_round(
     for (kind, text), *calls in pools(world_size).run(agrees_after_a_failed_capture):
         assert (kind, "call is '0' on ranks [0]" in text) == ("Desynchronized", True), text
         assert calls == [("", "no error")] * 2
+
+
+def agrees_around_a_failed_capture(
+    failing: tuple[int, ...], hears: bool
+) -> tuple[tuple[str, str], list[tuple[str, str]]]:
+    """Let the captures of some ranks fail between the start and the check of a comparison. Return its error, and those
+    of the calls until two have succeeded.
+
+    Args:
+        hears: whether the others hear of it before the check.
+    """
+    plan, x = make()
+    with torch.no_grad():
+        ringattn.attention(x, x, x, plan)
+        agreement = plan.transport.start_agreement(f"{plan.rank}", {})
+        if plan.rank in failing:
+            assert error_of(captured, plan, x, [True], lambda: None)[1] == "a table is missing"
+        dist.barrier()
+        if hears and plan.rank not in failing:
+            assert error_of(captured, plan, x, [False, False], lambda: None)[0] == "RankFailed"
+        first, errors = error_of(agreement.check), []
+        dist.barrier()  # all have heard that they are in different calls
+        while errors[-2:] != [("", "no error")] * 2 and len(errors) < 4:
+            errors.append(error_of(ringattn.attention, x, x, x, plan))
+    return first, errors
+
+
+@pytest.mark.parametrize("world_size", on_ranks(*world_sizes(2, long=(3,))))
+def test_a_capture_that_fails_before_a_comparison_is_checked(pools: Callable[[int], Pool], world_size: int) -> None:
+    """Its rank is in a later round than those that have not heard of it."""
+    last = world_size - 1
+    for failing, hears in (((0,), False), ((last,), False), ((0,), True), (tuple(range(world_size)), False)):
+        for rank, (first, errors) in enumerate(pools(world_size).run(agrees_around_a_failed_capture, failing, hears)):
+            assert first[0] == "Desynchronized", first
+            told, calls = errors[:-2], errors[-2:]
+            assert calls == [("", "no error")] * 2, (failing, hears, errors)
+            assert len(told) == (rank not in failing and not hears), errors
+            for kind, text in told:
+                assert (kind, f"failed on rank {failing[0]}: a table is missing" in text) == ("RankFailed", True), text
 
 
 def captured_by(rank: int) -> tuple[str, str]:

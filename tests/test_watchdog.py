@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -239,6 +241,23 @@ def test_calls_on_a_board(boards: list[Board]) -> None:
     assert boards[0].call(1, 299 - watchdog._CALLS) is None
     assert boards[0].call(1, 300 - watchdog._CALLS) is not None
     assert (boards[0].shown(1), boards[0].shown(1, refused=True)) == ("call 299", "call 297")
+
+
+def test_the_reason_is_written_before_the_process_is_ended(
+    monkeypatch: pytest.MonkeyPatch, boards: list[Board]
+) -> None:
+    """However slow the thread is that writes it."""
+    events: list[object] = []
+
+    def write(file: int, text: bytes) -> None:
+        time.sleep(0.3)
+        events.append(text.partition(b":")[0])
+
+    calls = dict(write=write, kill=lambda number, signal: events.append(signal), _exit=lambda status: None)
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(**calls))
+    parent: Any = SimpleNamespace(number=7000, state=lambda: "is dead")
+    watchdog.end(boards[0], parent, 1, "waited 3 s for rank 1")
+    assert events == [b"ringattn", signal.SIGABRT, signal.SIGKILL]
 
 
 # --- real processes ---------------------------------------------------------------------------------------------

@@ -289,7 +289,11 @@ class Transport:
                 raise
         if error is not None:
             raise error
-        return agreement.Agreement(what, fields, rows, advice, self.calls.restart, self.ranks)
+        return agreement.Agreement(what, fields, rows, advice, self._restart, self.ranks)
+
+    def _restart(self, latest: int) -> None:
+        """See :meth:`.lockstep.Calls.restart`."""
+        self.calls.restart(latest)
 
 
 class GroupTransport(Transport):
@@ -425,6 +429,12 @@ class GroupTransport(Transport):
         vars(error)["round of"] = self.serial, self.calls.number
         if self._link is not None:  # on all ranks: some may have begun a graph
             self._link.begin_capture(self._link.capture)
+
+    def _restart(self, latest: int) -> None:
+        begun, board = self.calls.number // ROUND, self.health.board
+        super()._restart(latest)
+        if begun > latest and board is not None:  # a capture has failed since, of which others may not have heard
+            self._begin_round(begun + 1, RuntimeError(board.text(self.rank)))
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:

@@ -94,9 +94,9 @@ class Calls:
         """Continue from one number on all ranks, after all of them have heard that they are in different calls.
 
         Args:
-            latest: round of any rank, as the captures of some may have failed.
+            latest: round of any rank when they compared their calls, as the captures of some may have failed before.
         """
-        self.number, self.digest = (max(latest, self.number // ROUND) + 1) * ROUND, 0
+        self.number, self.digest = (latest + 1) * ROUND, 0
 
     def begin_round(self, number: int) -> CallMark:
         """Count the first call of a round, which this rank refuses: its capture of a CUDA graph has failed, or that of
