@@ -236,7 +236,8 @@ sys.exit(doctor.main(sys.argv[3:]))
 """
     (tmp_path / "wrong.py").write_text(program)
     path = tmp_path / "python"
-    path.write_text(f'#!/bin/sh\nunset PYTHONUNBUFFERED\nexec {sys.executable} {tmp_path}/wrong.py "$@"\n')
+    environment = f"unset PYTHONUNBUFFERED\nexport PYTHONPATH={ROOT}"
+    path.write_text(f'#!/bin/sh\n{environment}\nexec {sys.executable} {tmp_path}/wrong.py "$@"\n')
     path.chmod(0o700)
     monkeypatch.setattr(doctor.sys, "executable", str(path))
     finding = doctor._exchanged("gloo")
