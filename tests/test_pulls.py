@@ -779,7 +779,7 @@ def fail_capture(link: memory.Link) -> None:
     """Let the group of a link hear that a capture has failed."""
     health = SimpleNamespace(begin=lambda *about: None)
     group: Any = SimpleNamespace(_link=link, calls=Calls(), health=health, timeout=1.0, serial=0)
-    GroupTransport._begin_round(group, 1, RuntimeError("a table is missing"))
+    GroupTransport.begin_round(group, 1, RuntimeError("a table is missing"))
 
 
 def test_neither_the_tensors_of_a_call_nor_a_link_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

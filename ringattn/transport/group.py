@@ -289,11 +289,7 @@ class Transport:
                 raise
         if error is not None:
             raise error
-        return agreement.Agreement(what, fields, rows, advice, self._restart, self.ranks)
-
-    def _restart(self, latest: int) -> None:
-        """See :meth:`.lockstep.Calls.restart`."""
-        self.calls.restart(latest)
+        return agreement.Agreement(what, fields, rows, advice, functools.partial(lockstep.restart, self), self.ranks)
 
 
 class GroupTransport(Transport):
@@ -381,7 +377,7 @@ class GroupTransport(Transport):
         if vars(error).get("round of") == (self.serial, self.calls.number):
             return
         if self.world_size > 1 and len(self.health.here) == self.world_size - 1 and lockstep.ends_capture(error):
-            return self._begin_round(self.calls.number // ROUND + 1, error)
+            return self.begin_round(self.calls.number // ROUND + 1, error)
         super().note_failure(error)
         if self.world_size == 1 or self._closed:
             return
@@ -420,21 +416,15 @@ class GroupTransport(Transport):
         other = self.health.begin(self.timeout, call, shown)
         if other is not None:
             error, number = self.health.other_call(other, call.number)
-            self._begin_round(number, error) if number else self.note_failure(error)
+            self.begin_round(number, error) if number else self.note_failure(error)
             raise error
 
-    def _begin_round(self, number: int, error: BaseException) -> None:
+    def begin_round(self, number: int, error: BaseException) -> None:
         """Begin a round of calls with one that this rank refuses, after a capture has failed."""
         self.health.begin(self.timeout, self.calls.begin_round(number), text_of(error))
         vars(error)["round of"] = self.serial, self.calls.number
         if self._link is not None:  # on all ranks: some may have begun a graph
             self._link.begin_capture(self._link.capture)
-
-    def _restart(self, latest: int) -> None:
-        begun, board = self.calls.number // ROUND, self.health.board
-        super()._restart(latest)
-        if begun > latest and board is not None:  # a capture has failed since, of which others may not have heard
-            self._begin_round(begun + 1, RuntimeError(board.text(self.rank)))
 
     def refuse(self, call: str, error: Exception) -> None:
         if not self.given_up:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -103,6 +104,15 @@ class Calls:
         another rank."""
         self.number, self.digest = number * ROUND, 0
         return self.begin_refused(CAPTURE)._replace(opens=True)
+
+
+def restart(transport: Any, latest: int) -> None:
+    """Restart the calls of a rank, see :meth:`Calls.restart`. Where a capture has failed since the ranks compared their
+    calls, some have begun a later round, and others may not have heard of it: a rank that has begins one more."""
+    begun = transport.calls.number // ROUND
+    transport.calls.restart(latest)
+    if begun > latest:
+        transport.begin_round(begun + 1, RuntimeError(transport.health.board.text(transport.rank)))
 
 
 def capturing() -> bool:
