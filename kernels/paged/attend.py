@@ -38,7 +38,6 @@ from ..triton.primitives import (
     ScoreArguments,
     bound,
     dot,
-    dot_precision,
     has_tma,
     last_contiguous,
     scores,
@@ -115,7 +114,7 @@ def launch(
             PAGE=pool.page_size, TILE=tile, BATCH_P2=grid.batch_p2(batch),
             AT_ONCE=max(1, min(16, _PIECE // (some * padded(dim_v)))),
             SPLIT=call.fixed_split // tile, SPLITS=grid.splits, SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP,
-            SHARED=pool.shared_values and main == dim_v, TMA=tma, PRECISION=dot_precision(q.dtype),
+            SHARED=pool.shared_values and main == dim_v, TMA=tma,
             PERIOD_TILES=PERIOD // tile, STAGES=stages, ALONE=some <= ALONE,
             num_warps=warps, num_stages=stages,
         ))  # fmt: skip
@@ -170,7 +169,7 @@ def _tile(
     m, l, o, pool, rows, h, slot, page, scale, cap,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the slots ``[slot, slot + TILE)``, which lie in ``page``, to (m, l, o). ``pool``, ``rows``: see
     :func:`_piece`."""
@@ -180,10 +179,10 @@ def _tile(
     nth = tl.arange(0, TILE)
     dtype: tl.constexpr = query.dtype
     key = _slots(k, h, at, first - slot, past - slot, k_h, k_s, 0, DIM, MAIN, TILE, CUT and not TMA, TMA, dtype)
-    s = dot(query, tl.trans(key), None, PRECISION)
+    s = dot(query, tl.trans(key), None)
     if REST > 0:
         tail = _slots(k, h, at, first - slot, past - slot, k_h, k_s, MAIN, DIM, REST, TILE, CUT, TMA, dtype)
-        s = dot(rest, tl.trans(tail), s, PRECISION)
+        s = dot(rest, tl.trans(tail), s)
     if k_scale is not None:
         s *= _scales(k_scale, h, at, first - slot, past - slot, slots, TILE, CUT)[None, :]
     distance = s
@@ -210,7 +209,7 @@ def _tile(
         value = _slots(v, h, at, first - slot, past - slot, v_h, v_s, 0, DIM_V, DIM_V_P2, TILE, CUT, TMA, of_p)
     elif CUT and TMA:
         value = tl.where(((nth >= first - slot) & (nth < past - slot))[:, None], key, 0.0)
-    o = dot(p.to(of_p), value.to(of_p), o, PRECISION)
+    o = dot(p.to(of_p), value.to(of_p), o)
     return m, l, o
 
 
@@ -219,7 +218,7 @@ def _tiles_of_piece(
     m, l, o, lo, hi, jump_at, jump_to, begin, pool, rows, pages, h, scale, cap,
     DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TREE: tl.constexpr, SHARED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr,
     PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add tiles ``[lo, hi)``, counted from ``begin``, to (m, l, o); from tile ``jump_at`` on those from ``jump_to`` on.
@@ -236,7 +235,7 @@ def _tiles_of_piece(
             slot = (begin + tl.where(i < jump_at, i, i - jump_at + jump_to)) * TILE
             m, l, o = _tile(
                 m, l, o, pool, rows, h, slot, page, scale, cap, DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE,
-                SOFTCAP, ALIBI, TREE, SHARED, CUT, TMA, PRECISION,
+                SOFTCAP, ALIBI, TREE, SHARED, CUT, TMA,
             )  # fmt: skip
             page = next_page
         kept = tl.exp2(m_flushed - tl.where(m == float("-inf"), 0.0, m))
@@ -250,7 +249,7 @@ def _piece(
     h, new, head, alive, first, past, begin, lo, hi,
     NEW: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SIMPLE: tl.constexpr,
-    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr,
     PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return (m, l, o) of some query rows, ``new`` and ``head`` of row b, for tiles ``[lo, hi)``, counted from
@@ -291,12 +290,12 @@ def _piece(
     rows = (query, rest, first, past, s0, s1, bits, first_new, pos_q, slope)
     m, l, o = _tiles_of_piece(
         m, l, o, bound(full_lo), full_hi, full_hi, full_hi, begin, pool, rows, pages, h, scale, cap,
-        DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, False, TMA, PRECISION,
+        DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, False, TMA,
         PERIOD_TILES, STAGES,
     )  # fmt: skip
     return _tiles_of_piece(
         m, l, o, bound(lo), hi - (full_hi - full_lo), full_lo, full_hi, begin, pool, rows, pages, h, scale, cap,
-        DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, True, TMA, PRECISION,
+        DIM, MAIN, REST, DIM_V, DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, ALIBI, TREE, SHARED, True, TMA,
         PERIOD_TILES, 1,
     )  # fmt: skip
 
@@ -351,7 +350,7 @@ def _attend(
     SOME: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, DIM_V: tl.constexpr,
     DIM_V_P2: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BATCH_P2: tl.constexpr, AT_ONCE: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, SHARED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, PERIOD_TILES: tl.constexpr, STAGES: tl.constexpr,
     ALONE: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = KV_HEADS * BLOCKS
@@ -401,7 +400,7 @@ def _attend(
                 m, l, o = _piece(
                     q, q_b, q_n, q_h, pool, table, table_b, starts, ends, firsts_new, position, tree, slopes, slopes_b,
                     scale, cap, b, h, new, head, alive, first, past, begin, lo, hi, NEW, ROWS, DIM, MAIN, REST, DIM_V,
-                    DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, SHARED, TMA, PRECISION, PERIOD_TILES, STAGES,
+                    DIM_V_P2, PAGE, TILE, SIMPLE, SOFTCAP, SHARED, TMA, PERIOD_TILES, STAGES,
                 )  # fmt: skip
                 store_piece(pieces, slot, m, l, o, alive, ROWS, DIM_V, DIM_V_P2)
             if ALONE:

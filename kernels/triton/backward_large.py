@@ -34,6 +34,7 @@ from .backward_inputs import Inputs
 from .launch_parameters import WideTiles
 from .primitives import (
     ScoreArguments,
+    Strided,
     bound,
     dot,
     interval_strides,
@@ -202,36 +203,36 @@ class _Launches(NamedTuple):
 
     def key_sums(self, piece: _Piece, weights: Tensor, x: Tensor, out: Tensor, scale: float) -> None:
         """Add weights^T x times scale."""
-        q, k = self.inputs.q, self.inputs.k
-        tiles, size, unit, tma = self.tiles, self.tiles.size, stride_unit(x, out), primitives.has_tma(x)
-        group = q.shape[2] // k.shape[2]
+        q, k, tiles = self.inputs.q, self.inputs.k, self.tiles
         (head, past_head), (first_q, past_q), (first_k, past_k) = piece
-        dispatch(
-            _key_sums,
-            (triton.cdiv(x.shape[3], tiles.columns) * (past_k - first_k), (past_head - 1) // group - head // group + 1),
-            tile_source(weights, tiles.depth, tma, size), weights.stride(0), weights.stride(1),
-            *_sources([(x, tiles.depth, tiles.columns)], unit, tma), out, *strides_in(unit, out),
-            self.tables.rows, self.tables.range, *interval_strides(self.tables.range)[:1],
-            q.shape[1], k.shape[1], q.shape[2], scale, head, past_head, first_q, past_q, first_k,
-            HEADS_PER_KV=group, DIM=x.shape[3], COLUMNS=tiles.columns, SIZE=size, DEPTH=tiles.depth,
-            TMA=tma, UNIT=unit, STAGES=tiles.stages, CONTINUES=self.inputs.block.ordered,
-            num_warps=8, num_stages=tiles.stages,
-        )  # fmt: skip
+        group = q.shape[2] // k.shape[2]
+        heads = (past_head - 1) // group - head // group + 1
+        numbers = (q.shape[1], k.shape[1], q.shape[2], scale, head, past_head, first_q, past_q, first_k)
+        box = (tiles.depth, tiles.size)
+        self._sums(_key_sums, past_k - first_k, heads, weights, box, x, out, self.tables.range, numbers)
 
     def query_sums(self, piece: _Piece, dq: Tensor) -> None:
         """Add ds k times the scale of the softmax."""
-        q, k = self.inputs.q, self.inputs.k
-        tiles, size, unit, tma = self.tiles, self.tiles.size, stride_unit(k, dq), primitives.has_tma(k)
+        q, k, scale, tiles = self.inputs.q, self.inputs.k, self.inputs.score.softmax_scale, self.tiles
         (head, past_head), (first_q, past_q), (first_k, past_k) = piece
+        numbers = (k.shape[1], q.shape[2], scale, head, first_q, past_q, first_k, past_k)
+        box = (tiles.size, tiles.depth)
+        self._sums(_query_sums, past_q - first_q, past_head - head, self.ds, box, k, dq, self.tables.span, numbers)
+
+    def _sums(
+        self, kernel: Any, count: int, heads: int, weights: Tensor, box: tuple[int, int], x: Tensor, out: Tensor,
+        meets: Tensor, numbers: tuple[float, ...],
+    ) -> None:  # fmt: skip
+        """Launch a kernel for so many tiles of ``out`` and heads, which reads ``box`` of the weights at a time."""
+        tiles, unit, tma = self.tiles, stride_unit(x, out), primitives.has_tma(x)
         dispatch(
-            _query_sums, (triton.cdiv(k.shape[3], tiles.columns) * (past_q - first_q), past_head - head),
-            tile_source(self.ds, size, tma, tiles.depth), self.ds.stride(0), self.ds.stride(1),
-            *_sources([(k, tiles.depth, tiles.columns)], unit, tma), dq, *strides_in(unit, dq),
-            self.tables.rows, self.tables.span, *interval_strides(self.tables.span)[:1],
-            k.shape[1], q.shape[2], self.inputs.score.softmax_scale, head, first_q, past_q, first_k, past_k,
-            HEADS_PER_KV=q.shape[2] // k.shape[2], DIM=k.shape[3], COLUMNS=tiles.columns, SIZE=size, DEPTH=tiles.depth,
-            TMA=tma, UNIT=unit, STAGES=tiles.stages, CONTINUES=self.inputs.block.ordered,
-            num_warps=8, num_stages=tiles.stages,
+            kernel, (triton.cdiv(x.shape[3], tiles.columns) * count, heads),
+            tile_source(weights, box[0], tma, box[1]), *weights.stride()[:2],
+            *_sources([(x, tiles.depth, tiles.columns)], unit, tma), out, *strides_in(unit, out),
+            self.tables.rows, meets, *interval_strides(meets)[:1], *numbers,
+            HEADS_PER_KV=self.inputs.q.shape[2] // self.inputs.k.shape[2], DIM=x.shape[3], COLUMNS=tiles.columns,
+            SIZE=tiles.size, DEPTH=tiles.depth, TMA=tma, UNIT=unit, STAGES=tiles.stages,
+            CONTINUES=self.inputs.block.ordered, num_warps=8, num_stages=tiles.stages,
         )  # fmt: skip
 
 
@@ -243,23 +244,27 @@ def _sources(parts: Iterable[tuple[Tensor, int, int]], unit: int, tma: bool) -> 
 
 
 @triton.jit
-def _add_product(
-    total, x, y, b, h, h_y, row, past, row_y, past_y, column, x_b, x_s, x_h, y_b, y_s, y_h,
+def _product(
+    x, y, b, h, h_y, row, past, row_y, past_y,
     DIM: tl.constexpr, ROWS: tl.constexpr, ROWS_Y: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add rows of x times rows of y, transposed, over some columns."""
-    of_x = load_part(x, b, h, row, past, column, x_b, x_s, x_h, ROWS, DEPTH, DIM, TMA)
-    of_y = load_part(y, b, h_y, row_y, past_y, column, y_b, y_s, y_h, ROWS_Y, DEPTH, DIM, TMA)
-    return dot(of_x, tl.trans(of_y), total, "tf32")
+    """Return rows of x times rows of y, transposed, (ROWS, ROWS_Y)."""
+    total = tl.zeros([ROWS, ROWS_Y], tl.float32)
+    for column in tl.range(0, DIM, DEPTH, num_stages=STAGES):
+        of_x = load_part(x, b, h, row, past, column, ROWS, DEPTH, DIM, TMA)
+        of_y = load_part(y, b, h_y, row_y, past_y, column, ROWS_Y, DEPTH, DIM, TMA)
+        total = dot(of_x, tl.trans(of_y), total)
+    return total
 
 
 @triton.jit
-def store_part(x, tile, h, row, column, x_h, x_s, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
+def store_part(x, tile, h, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
     """Store a tile of weights."""
     if TMA:
-        x.store([h, 0, row, column], tl.reshape(tile.to(x.dtype), [1, 1, ROWS, COLUMNS]))
+        x.source.store([h, 0, row, column], tl.reshape(tile.to(x.source.dtype), [1, 1, ROWS, COLUMNS]))
     else:
-        tl.store(row_pointers(x, h, 0, row, x_h, x_s, 0, ROWS, COLUMNS) + column, tile.to(x.dtype.element_ty))
+        tl.store(row_pointers(x, h, 0, row, ROWS, COLUMNS) + column, tile.to(x.source.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=numbers(
@@ -280,10 +285,10 @@ def _weights(
 ):  # fmt: skip
     """Store p and ds of one tile of SIZE queries and KEYS keys."""
     ALIBI: tl.constexpr = slopes is not None
-    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
-    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
-    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
-    do_b, do_s, do_h = elements(do_b, UNIT), elements(do_s, UNIT), elements(do_h, UNIT)
+    q = Strided(q, elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT))
+    k = Strided(k, elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT))
+    v = Strided(v, elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT))
+    dout = Strided(dout, elements(do_b, UNIT), elements(do_s, UNIT), elements(do_h, UNIT))
     local = tl.program_id(1)
     b, h = (head + local) // heads, (head + local) % heads
     # Programs that run at the same time share tiles: they go through a few rows of tiles column by column.
@@ -301,12 +306,7 @@ def _weights(
     alive = queries < past
     b64 = b.to(tl.int64)
     h_kv = h // HEADS_PER_KV
-    s = tl.zeros([SIZE, KEYS], tl.float32)
-    for column in tl.range(0, DIM, DEPTH, num_stages=STAGES):
-        s = _add_product(
-            s, q, k, b, h, h_kv, row, past, n, seq_k, column, q_b, q_s, q_h, k_b, k_s, k_h,
-            DIM, SIZE, KEYS, DEPTH, TMA,
-        )  # fmt: skip
+    s = _product(q, k, b, h, h_kv, row, past, n, seq_k, DIM, SIZE, KEYS, DEPTH, TMA, STAGES)
     distance, slope = s, 0.0
     if ALIBI:
         slope = tl.load(slopes + b * slopes_b + h)
@@ -320,49 +320,41 @@ def _weights(
     row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
     lse_m = tl.load(lse + row_of_head + queries, mask=alive, other=float("inf"))
     p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[:, None])
-    store_part(p_out, p, local, i * SIZE, j * KEYS, w_h, w_s, SIZE, KEYS, TMA)
+    store_part(Strided(p_out, w_h, w_s, 0), p, local, i * SIZE, j * KEYS, SIZE, KEYS, TMA)
     # Registers hold one sum of this size and p in 16 bits: of float16, scaled, because it has the longer mantissa.
     small = (p * slope_of_score * P_SCALE).to(tl.float16)
-    dp = tl.zeros([SIZE, KEYS], tl.float32)
-    for column in tl.range(0, DIM_V, DEPTH, num_stages=STAGES):
-        dp = _add_product(
-            dp, dout, v, b, h, h_kv, row, past, n, seq_k, column, do_b, do_s, do_h, v_b, v_s, v_h,
-            DIM_V, SIZE, KEYS, DEPTH, TMA,
-        )  # fmt: skip
+    dp = _product(dout, v, b, h, h_kv, row, past, n, seq_k, DIM_V, SIZE, KEYS, DEPTH, TMA, STAGES)
     delta_m = tl.load(delta + row_of_head + queries, mask=alive, other=0.0)
     ds = small.to(tl.float32) * (dp - delta_m[:, None]) * (1 / P_SCALE)
-    store_part(ds_out, ds, local, i * SIZE, j * KEYS, w_h, w_s, SIZE, KEYS, TMA)
+    store_part(Strided(ds_out, w_h, w_s, 0), ds, local, i * SIZE, j * KEYS, SIZE, KEYS, TMA)
 
 
 @triton.jit
-def _places(
-    out, b, h, row, past, column, o_b, o_s, o_h, SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr
-):  # fmt: skip
+def _places(out, b, h, row, past, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr):
     """Return pointers to a tile of sums, and which of its rows are before ``past`` and columns before DIM."""
     inside = (row + tl.arange(0, SIZE) < past)[:, None] & (column + tl.arange(0, COLUMNS) < DIM)[None, :]
-    return row_pointers(out, b, h, row, o_b, o_s, o_h, SIZE, COLUMNS) + column, inside
+    return row_pointers(out, b, h, row, SIZE, COLUMNS) + column, inside
 
 
 @triton.jit
 def _begin(
-    out, b, h, row, past, column, o_b, o_s, o_h,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr,
-):  # fmt: skip
+    out, b, h, row, past, column, SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr
+):
     """Return a tile of sums (SIZE, COLUMNS), float32: what is there, or zeros."""
     total = tl.zeros([SIZE, COLUMNS], tl.float32)
     if CONTINUES:
-        at, inside = _places(out, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM)
+        at, inside = _places(out, b, h, row, past, column, SIZE, COLUMNS, DIM)
         total = tl.load(at, mask=inside, other=0.0)
     return total
 
 
 @triton.jit
 def _end(
-    out, total, scale, b, h, row, past, column, o_b, o_s, o_h,
+    out, total, scale, b, h, row, past, column,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Store what :func:`_begin` returned, which has grown; or add it times the scale to what is there."""
-    at, inside = _places(out, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM)
+    at, inside = _places(out, b, h, row, past, column, SIZE, COLUMNS, DIM)
     if not CONTINUES:
         total = tl.load(at, mask=inside, other=0.0) + total * scale
     tl.store(at, total, mask=inside)
@@ -379,8 +371,8 @@ def _key_sums(
     TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Add weights^T x for one tile of keys and some columns."""
-    x_b, x_s, x_h = elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT)
-    o_b, o_s, o_h = elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT)
+    x = Strided(x, elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT))
+    out = Strided(out, elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT))
     PARTS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
     STEPS: tl.constexpr = SIZE // DEPTH
     column, tile = tl.program_id(0) % PARTS * COLUMNS, tl.program_id(0) // PARTS
@@ -394,20 +386,20 @@ def _key_sums(
     steps = tl.maximum(high - low, 0) * STEPS
     if steps == 0:
         return
-    total = _begin(out, b, h_kv, n, seq_k, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
+    total = _begin(out, b, h_kv, n, seq_k, column, SIZE, COLUMNS, DIM, CONTINUES)
     row = tl.load(rows + low * 2)  # of the next step, loaded one step ahead so that the loop needs not wait for it
     for step in tl.range(0, bound((last_head - first_head) * steps), num_stages=STAGES):
         g = first_head + step // steps
         i = low + step % steps // STEPS
         inside = step % STEPS * DEPTH
         w = load_part(
-            weights, g - head, 0, (i - first_q) * SIZE + inside, (past_q - first_q) * SIZE, tile * SIZE, w_h, w_s, 0,
-            DEPTH, SIZE, 1 << 30, TMA,
+            Strided(weights, w_h, w_s, 0), g - head, 0, (i - first_q) * SIZE + inside, (past_q - first_q) * SIZE,
+            tile * SIZE, DEPTH, SIZE, 1 << 30, TMA,
         )  # fmt: skip
-        y = load_part(x, b, g % heads, row + inside, seq_q, column, x_b, x_s, x_h, DEPTH, COLUMNS, DIM, TMA)
-        total = dot(tl.trans(w), y, total, "tf32")
+        y = load_part(x, b, g % heads, row + inside, seq_q, column, DEPTH, COLUMNS, DIM, TMA)
+        total = dot(tl.trans(w), y, total)
         row = tl.load(rows + (low + (step + 1) % steps // STEPS) * 2)
-    _end(out, total, scale, b, h_kv, n, seq_k, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
+    _end(out, total, scale, b, h_kv, n, seq_k, column, SIZE, COLUMNS, DIM, CONTINUES)
 
 
 @triton.jit(do_not_specialize=numbers("w_h w_s x_bsh o_bsh span_b seq_k heads head first_q past_q first_k past_k"))
@@ -419,8 +411,8 @@ def _query_sums(
     TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Add weights x for one tile of queries and some columns."""
-    x_b, x_s, x_h = elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT)
-    o_b, o_s, o_h = elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT)
+    x = Strided(x, elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT))
+    out = Strided(out, elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT))
     PARTS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
     # The last queries begin, whose sums are the longest under a causal mask.
     column, tile = tl.program_id(0) % PARTS * COLUMNS, past_q - first_q - 1 - tl.program_id(0) // PARTS
@@ -430,12 +422,12 @@ def _query_sums(
     begin, stop = tl.maximum(begin, first_k * SIZE), tl.minimum(stop, past_k * SIZE)
     if begin >= stop:
         return
-    total = _begin(out, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
+    total = _begin(out, b, h, row, past, column, SIZE, COLUMNS, DIM, CONTINUES)
     for n in tl.range(bound(begin), bound(stop), DEPTH, num_stages=STAGES):
         w = load_part(
-            weights, local, 0, tile * SIZE, (past_q - first_q) * SIZE, n - first_k * SIZE, w_h, w_s, 0,
+            Strided(weights, w_h, w_s, 0), local, 0, tile * SIZE, (past_q - first_q) * SIZE, n - first_k * SIZE,
             SIZE, DEPTH, 1 << 30, TMA,
         )  # fmt: skip
-        y = load_part(x, b, h // HEADS_PER_KV, n, seq_k, column, x_b, x_s, x_h, DEPTH, COLUMNS, DIM, TMA)
-        total = dot(w, y, total, "tf32")
-    _end(out, total, scale, b, h, row, past, column, o_b, o_s, o_h, SIZE, COLUMNS, DIM, CONTINUES)
+        y = load_part(x, b, h // HEADS_PER_KV, n, seq_k, column, DEPTH, COLUMNS, DIM, TMA)
+        total = dot(w, y, total)
+    _end(out, total, scale, b, h, row, past, column, SIZE, COLUMNS, DIM, CONTINUES)

@@ -30,11 +30,14 @@ from .. import rehearsal
 from ..contract import PERIOD, Block, Keys, Result, Score
 from ..launch import dispatch
 from . import primitives
-from .launch_parameters import Tiles, padded, row_of
+from .launch_parameters import Tiles, row_of
 from .primitives import (
     LN2,
     LOG2E,
+    Constants,
+    Queries,
     ScoreArguments,
+    Strided,
     bound,
     cut_tile,
     dot,
@@ -97,8 +100,7 @@ def _launch(
     """Launch the kernel, which stores (m, l, o), or (lse, None, out), in ``outputs``; without values m alone."""
     block, sink = keys.block, score.sink if carried is None else None
     q, k = (primitives.last_contiguous(x) for x in (q, keys.k))
-    batch, _, heads, dim = q.shape
-    dim_v = keys.v.shape[-1]
+    batch, _, heads, _ = q.shape
     tiles = choose_tiles(q, keys.v)
     rows, span, start, end = tables(block, "query", tiles, q.device)
     positions_q, positions_k = (None, None) if score.alibi_slopes is None else block.positions(q.device)
@@ -120,14 +122,8 @@ def _launch(
             positions_q, positions_k,
             s.scale, s.cap, s.slopes, s.slopes_stride,
             k.shape[1], n_tiles, heads,
-            GROUP=group, HEADS_PER_KV=heads // k.shape[2],
-            DIM=dim, DIM_P2=padded(dim),
-            DIM_V=dim_v, DIM_V_P2=padded(dim_v),
-            BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-            SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, FINALIZE=finalize, TMA=tma,
-            PRECISION=primitives.dot_precision(q.dtype),
-            STAGES=tiles.num_stages, PERIOD=period, UNIT=unit, num_stages=tiles.num_stages,
-            num_warps=tiles.num_warps,
+            GROUP=group, HEADS_PER_KV=heads // k.shape[2], FINALIZE=finalize, PERIOD=period, UNIT=unit,
+            C=Constants.of(q, keys.v, tiles, s, tma), num_stages=tiles.num_stages, num_warps=tiles.num_warps,
             variants=None if v is None else lambda: _variants(q, block, score),
             rehearse=None if v is None else lambda: rehearsal.backward("triton", q, keys, score),
         )  # fmt: skip
@@ -154,68 +150,52 @@ def _variants(q: Tensor, block: Block, score: Score) -> list[dict[str, Any]]:
 
 
 @triton.jit
-def _keys(
-    s_m, l, o, q, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
-    k_b, k_s, k_h, v_b, v_s, v_h,
-    scale, cap, seq_k,
-    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Update (m, l, o) with one tile of keys, m alone without values."""
-    key = load_tile(k, b, h_kv, n, seq_k, k_b, k_s, k_h, BLOCK_N, DIM, DIM_P2, CUT, TMA)
-    s = dot(q, tl.trans(key), None, PRECISION)
-    nth = tl.arange(0, BLOCK_N)
+def _keys(m, l, o, queries, keys, n, b, h_kv, scale, cap, C: tl.constexpr, CUT: tl.constexpr):
+    """Update (m, l, o) with one tile of keys, m alone without values. ``queries``: see :class:`Queries`."""
+    k, v, positions_k, seq_k = keys
+    key = load_tile(k, b, h_kv, n, seq_k, C.BLOCK_N, C.DIM, C.DIM_P2, CUT, C.TMA)
+    s = dot(queries.q, tl.trans(key), None)
+    nth = tl.arange(0, C.BLOCK_N)
     distance = s
-    if ALIBI:
-        distance = pos_q[:, None] - tl.load(positions_k + n + nth, mask=nth < seq_k - n, other=0)[None, :]
-    s, _ = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
+    if C.ALIBI:
+        distance = queries.positions[:, None] - tl.load(positions_k + n + nth, mask=nth < seq_k - n, other=0)[None, :]
+    s, _ = scores(s, distance, scale, cap, queries.slope, C.SIMPLE, C.SOFTCAP, C.ALIBI)
     if CUT:
-        s = tl.where(((start - n)[:, None] <= nth[None, :]) & (nth[None, :] < (end - n)[:, None]), s, float("-inf"))
-    if v is None:
-        s_m = tl.maximum(s_m, tl.max(s, 1) * (scale if SIMPLE else 1.0))
+        visible = ((queries.start - n)[:, None] <= nth[None, :]) & (nth[None, :] < (queries.end - n)[:, None])
+        s = tl.where(visible, s, float("-inf"))
+    if v.source is None:
+        m = tl.maximum(m, tl.max(s, 1) * (scale if C.SIMPLE else 1.0))
     else:
-        p, kept, s_m = softmax_step(s, s_m, scale if SIMPLE else 1.0)
+        p, kept, m = softmax_step(s, m, scale if C.SIMPLE else 1.0)
         o = o * kept[:, None]
-        value = load_tile(v, b, h_kv, n, seq_k, v_b, v_s, v_h, BLOCK_N, DIM_V, DIM_V_P2, CUT, TMA)
-        o = dot(p.to(value.dtype), value, o, PRECISION)
+        value = load_tile(v, b, h_kv, n, seq_k, C.BLOCK_N, C.DIM_V, C.DIM_V_P2, CUT, C.TMA)
+        o = dot(p.to(value.dtype), value, o)
         l = l * kept + tl.sum(p, 1)  # overlaps the product, which is asynchronous
-    return s_m, l, o
+    return m, l, o
 
 
 @triton.jit
 def _range_of_keys(
-    m, l, o, flushed, query, k, v, first, past, begin, full_begin, full_end, b, h_kv, start, end, pos_q, positions_k,
-    slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr,
-):  # fmt: skip
-    """Update (m, l, o) with keys ``[first, past)``, which every row sees; with CUT, with those of the two cut ranges
-    laid end to end, of which each row sees those from ``start`` to ``end``. After each PERIOD keys, if not 0, o is
-    flushed into ``flushed``, see Block.period."""
+    m, l, o, flushed, queries, keys, first, past, cut, b, h_kv, scale, cap, C: tl.constexpr, PERIOD: tl.constexpr
+):
+    """Update (m, l, o) with keys ``[first, past)``, which every row sees; or, if ``cut`` has the numbers of
+    :func:`cut_tile`, with those of the two cut ranges laid end to end, of which each row sees those from ``start`` to
+    ``end``. After each PERIOD keys, if not 0, o is flushed into ``flushed``, see Block.period."""
     if PERIOD:
         for some in tl.range(first, bound(past), PERIOD):
             m_flushed = m
-            m, l, o, _ = _range_of_keys(
-                m, l, o, flushed, query, k, v, some, tl.minimum(some + PERIOD, past), begin, full_begin, full_end, b,
-                h_kv, start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION, STAGES, 0,
-            )  # fmt: skip
+            stop = tl.minimum(some + PERIOD, past)
+            m, l, o, _ = _range_of_keys(m, l, o, flushed, queries, keys, some, stop, cut, b, h_kv, scale, cap, C, 0)
             # The point of reference of the flushed sum is the earlier m, that of o the current one.
             kept = tl.exp2(m_flushed - tl.where(m == float("-inf"), 0.0, m))
             flushed = flushed * kept[:, None] + o
             o = tl.zeros_like(o)
     else:
-        for i in tl.range(first, bound(past), BLOCK_N, num_stages=STAGES):
+        for i in tl.range(first, bound(past), C.BLOCK_N, num_stages=C.STAGES):
             n = i
-            if CUT:
-                n = cut_tile(i, begin, full_begin, full_end)
-            m, l, o = _keys(
-                m, l, o, query, k, v, n, b, h_kv, start, end, pos_q, positions_k, slope,
-                k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-                DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, CUT, TMA, PRECISION,
-            )  # fmt: skip
+            if len(cut) > 0:
+                n = cut_tile(i, *cut)
+            m, l, o = _keys(m, l, o, queries, keys, n, b, h_kv, scale, cap, C, len(cut) > 0)
     return m, l, o, flushed
 
 
@@ -232,19 +212,18 @@ def _forward(
     positions_q, positions_k,
     scale, cap, slopes, slopes_b,
     seq_k, n_tiles, heads,
-    GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr,
-    DIM: tl.constexpr, DIM_P2: tl.constexpr, DIM_V: tl.constexpr, DIM_V_P2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, FINALIZE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PERIOD: tl.constexpr, UNIT: tl.constexpr,
+    GROUP: tl.constexpr, HEADS_PER_KV: tl.constexpr, FINALIZE: tl.constexpr, PERIOD: tl.constexpr, UNIT: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    ALIBI: tl.constexpr = slopes is not None
     CARRIED: tl.constexpr = m_in is not None
-    q_b, q_s, q_h = elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT)
-    k_b, k_s, k_h = elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT)
-    v_b, v_s, v_h = elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT)
-    o_in_b, o_in_s, o_in_h = elements(o_in_b, UNIT), elements(o_in_s, UNIT), elements(o_in_h, UNIT)
-    o_b, o_s, o_h = elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT)
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    DIM_V_P2: tl.constexpr = C.DIM_V_P2
+    q = Strided(q, elements(q_b, UNIT), elements(q_s, UNIT), elements(q_h, UNIT))
+    k = Strided(k, elements(k_b, UNIT), elements(k_s, UNIT), elements(k_h, UNIT))
+    v = Strided(v, elements(v_b, UNIT), elements(v_s, UNIT), elements(v_h, UNIT))
+    keys = (k, v, positions_k, seq_k)
+    o_in = Strided(o_in, elements(o_in_b, UNIT), elements(o_in_s, UNIT), elements(o_in_h, UNIT))
+    o_out = Strided(o_out, elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT))
     pid = tl.program_id(0)
     tile = n_tiles - 1 - pid // GROUP % n_tiles
     h = pid // GROUP // n_tiles * GROUP + pid % GROUP
@@ -258,15 +237,15 @@ def _forward(
     alive = offs < past
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     pos_q, slope = offs, 0.0
-    if ALIBI:
+    if C.ALIBI:
         pos_q = tl.load(positions_q + offs, mask=alive, other=0)
         slope = tl.load(slopes + b * slopes_b + h)
-    query = load_tile(q, b, h, row, past, q_b, q_s, q_h, BLOCK_M, DIM, DIM_P2, True, TMA)
+    query = load_tile(q, b, h, row, past, BLOCK_M, C.DIM, C.DIM_P2, True, C.TMA)
 
     if CARRIED:
         m = tl.load(m_in + b64 * m_in_b + h64 * m_in_h + offs * m_in_s, mask=alive, other=float("-inf"))
         l = tl.load(l_in + b64 * l_in_b + h64 * l_in_h + offs * l_in_s, mask=alive, other=0.0)
-        o = load_tile(o_in, b, h, row, past, o_in_b, o_in_s, o_in_h, BLOCK_M, DIM_V, DIM_V_P2, True, False)
+        o = load_tile(o_in, b, h, row, past, BLOCK_M, C.DIM_V, DIM_V_P2, True, False)
         m, factor = to_base2(m)
         l *= factor
         o *= factor[:, None]
@@ -283,19 +262,18 @@ def _forward(
     flushed = o
     if PERIOD:
         o = tl.zeros_like(o)
+    queries = Queries(query, None, None, pos_q, slope)
     m, l, o, flushed = _range_of_keys(
-        m, l, o, flushed, query, k, v, bound(full_begin), full_end, begin, full_begin, full_end, b, h_kv,
-        None, None, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-        DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, False, TMA, PRECISION, STAGES, PERIOD,
-    )  # fmt: skip
+        m, l, o, flushed, queries, keys, bound(full_begin), full_end, (), b, h_kv, scale, cap, C, PERIOD
+    )
     # Only the cut tiles read the intervals; loaded here, they take no registers in the loop above.
     start = tl.load(starts + b64 * starts_b + offs * starts_s, mask=alive, other=0)
     end = tl.load(ends + b64 * ends_b + offs * ends_s, mask=alive, other=0)
+    queries = Queries(query, start, end, pos_q, slope)
+    cut = (begin, full_begin, full_end)
     m, l, o, flushed = _range_of_keys(
-        m, l, o, flushed, query, k, v, 0, full_begin - begin + stop - full_end, begin, full_begin, full_end, b, h_kv,
-        start, end, pos_q, positions_k, slope, k_b, k_s, k_h, v_b, v_s, v_h, scale, cap, seq_k,
-        DIM, DIM_P2, DIM_V, DIM_V_P2, BLOCK_N, SIMPLE, SOFTCAP, ALIBI, True, TMA, PRECISION, STAGES, PERIOD,
-    )  # fmt: skip
+        m, l, o, flushed, queries, keys, 0, full_begin - begin + stop - full_end, cut, b, h_kv, scale, cap, C, PERIOD
+    )
     if PERIOD:
         o = flushed
 
@@ -309,5 +287,5 @@ def _forward(
         if l_out is not None:
             tl.store(l_out + b64 * l_b + h64 * l_h + offs * l_s, l * factor, mask=alive)
         o *= factor[:, None]
-    if o_out is not None:
-        store_tile(o_out, o, b, h, row, past, o_b, o_s, o_h, BLOCK_M, DIM_V, DIM_V_P2)
+    if o_out.source is not None:
+        store_tile(o_out, o, b, h, row, past, BLOCK_M, C.DIM_V, DIM_V_P2)

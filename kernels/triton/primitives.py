@@ -10,7 +10,7 @@ of one head either through a TMA descriptor or through pointers; :func:`load_til
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,43 +124,81 @@ class ScoreArguments(NamedTuple):
         )
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """Return the precision of a product. Six bfloat16 products keep float32 accuracy on the matrix units: closer to
-    float64 than three tf32 products and than scalar arithmetic, and faster than both (measured on Hopper)."""
-    return "bf16x6" if dtype == torch.float32 else "tf32"
+class Constants(NamedTuple):
+    """What the kernels of forward and backward are compiled for. P2: columns of a tile, see :func:`padded`. In a
+    kernel the fields are plain numbers: lists have none of them, only names that are tl.constexpr."""
+
+    DIM: int
+    DIM_P2: int
+    DIM_V: int
+    DIM_V_P2: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    SIMPLE: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    TMA: bool
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, tiles: Tiles, score: ScoreArguments, tma: bool) -> Constants:
+        dim, dim_v, alibi = q.shape[-1], v.shape[-1], score.slopes is not None
+        sizes = dim, padded(dim), dim_v, padded(dim_v), tiles.block_m, tiles.block_n, tiles.num_stages
+        return cls(*sizes, score.SIMPLE, score.SOFTCAP, alibi, tma)
 
 
 # --- on the device: memory ---------------------------------------------------------------------------------------
 
 
+class Queries(NamedTuple):
+    """A tile of queries, and what masks and scores need of each."""
+
+    q: tl.tensor
+    start: Any  # the keys that each sees; None where that is all
+    end: Any
+    positions: tl.tensor
+    slope: tl.tensor
+
+
+class Strided(NamedTuple):
+    """A tensor (batch, seq, heads, dim) in a kernel, its strides in elements."""
+
+    source: Any  # a pointer, or a TMA descriptor
+    b: tl.tensor
+    s: tl.tensor
+    h: tl.tensor
+
+
 @triton.jit
-def dot(a, b, c, PRECISION: tl.constexpr):
-    """Return a @ b + c in float32. The interpreter multiplies bfloat16 as integers, so it is widened there."""
+def dot(a, b, c):
+    """Return a @ b + c in float32. Six bfloat16 products keep float32 accuracy on the matrix units: closer to float64
+    than three tf32 products and than scalar arithmetic, and faster than both (measured on Hopper). The interpreter
+    multiplies bfloat16 as integers, so it is widened there."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), c)
     else:
-        return tl.dot(a, b, c, input_precision=PRECISION)
+        return tl.dot(a, b, c, input_precision="bf16x6" if a.dtype == tl.float32 else "tf32")
 
 
 @triton.jit
-def row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS: tl.constexpr, COLS: tl.constexpr):
+def row_pointers(x, b, h, first, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return pointers to ``ROWS`` rows of head h, every offset in 64 bits."""
     rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-    x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-    return x + rows[:, None] * stride_s + tl.arange(0, COLS)[None, :]
+    head = x.source + (tl.cast(b, tl.int64) * x.b + tl.cast(h, tl.int64) * x.h)
+    return head + rows[:, None] * x.s + tl.arange(0, COLS)[None, :]
 
 
 @triton.jit
 def load_tile(
-    x, b, h, first, past, stride_b, stride_s, stride_h,
+    x, b, h, first, past,
     ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, CHECK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Load rows ``[first, first + ROWS)`` of head h, (ROWS, PADDED); zeros from column DIM on. With CHECK also zeros
     from row ``past`` on; TMA needs no check, it fills in zeros past the end of the tensor."""
     if TMA:
-        return tl.reshape(x.load([b, h, first, 0]), [ROWS, PADDED])
+        return tl.reshape(x.source.load([b, h, first, 0]), [ROWS, PADDED])
     else:
-        pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
+        pointers = row_pointers(x, b, h, first, ROWS, PADDED)
         if CHECK or DIM != PADDED:
             rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
             return tl.load(pointers, mask=(rows < past)[:, None] & (cols < DIM)[None, :], other=0.0)
@@ -170,28 +208,24 @@ def load_tile(
 
 @triton.jit
 def load_part(
-    x, b, h, first, past, column, stride_b, stride_s, stride_h,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    x, b, h, first, past, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr
+):
     """Load columns from ``column`` on of a tile as :func:`load_tile` does: zeros from row ``past`` on (with TMA, from
     the end of the tensor on) and from column DIM on."""
     if TMA:
-        return tl.reshape(x.load([b, h, first, column]), [ROWS, COLUMNS])
+        return tl.reshape(x.source.load([b, h, first, column]), [ROWS, COLUMNS])
     else:
-        pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, COLUMNS) + column
+        pointers = row_pointers(x, b, h, first, ROWS, COLUMNS) + column
         rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         return tl.load(pointers, mask=(rows < past)[:, None] & (cols < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def store_tile(
-    x, value, b, h, first, past, stride_b, stride_s, stride_h,
-    ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+def store_tile(x, value, b, h, first, past, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Store the rows before ``past`` and the columns before DIM."""
-    pointers = row_pointers(x, b, h, first, stride_b, stride_s, stride_h, ROWS, PADDED)
+    pointers = row_pointers(x, b, h, first, ROWS, PADDED)
     rows, cols = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
-    tl.store(pointers, value.to(x.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
+    tl.store(pointers, value.to(x.source.dtype.element_ty), mask=(rows < past)[:, None] & (cols < DIM)[None, :])
 
 
 @triton.jit
