@@ -160,9 +160,7 @@ class Backend:
         of an ordered block: the same bits wherever the keys lie."""
         return self._or_eager(queries.q, keys)._key_gradients(queries, keys, score)
 
-    def completion_counts(
-        self, q: Tensor, keys: Keys, score: Score, *, deterministic: bool | None = None
-    ) -> CompletionCounts | None:
+    def completion_counts(self, q: Tensor, keys: Keys, *, deterministic: bool | None = None) -> CompletionCounts | None:
         """Return what the backward counts, or None if it can neither count nor wait for keys. ``deterministic``: as for
         :meth:`backward`."""
         if deterministic is None:

@@ -95,19 +95,19 @@ def dispatch(
     """
     grid = (*grid, 1, 1)[:3]
     device = next(x.device for x in args if isinstance(x, Tensor))
-    given, args = args, _plain(args)
-    if _thread.noted is not None:
-        others = variants() if variants is not None else ()
-        _thread.noted.append(_Kernels(kernel, device, grid, args, constants, others, cluster))
-        return None
-    cached = _compiled.get(_key(kernel, device, args, constants))
+    given, args, noted = args, _plain(args), _thread.noted
+    cached = _compiled.get(_key(kernel, device, args, constants)) if noted is None else None
     if cached is None:
-        if isinstance(kernel, InterpretedFunction):
+        if noted is None and isinstance(kernel, InterpretedFunction):
             program.not_repeatable("an interpreted kernel")
             kernel[grid](*args, enable_fp_fusion=True, **constants)
             return None
         others = variants() if variants is not None else ()
-        cached = _compile(kernel, device, grid, args, constants, others, cluster, rehearse)
+        asked = _Kernels(kernel, device, grid, args, constants, others, cluster)
+        if noted is not None:
+            noted.append(asked)
+            return None
+        cached = _compile(asked, rehearse)
         if cached is None:  # as Triton launches nothing then
             program.not_repeatable("a kernel that is not compiled")
             return None
@@ -128,7 +128,7 @@ def _plain(args: Sequence[Any]) -> tuple[Any, ...]:
 def prepare(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Compile and load what :func:`dispatch` would launch, and launch nothing."""
     device = next(x.device for x in args if isinstance(x, Tensor))
-    _compile(kernel, device, (*grid, 1, 1)[:3], args, constants)
+    _compile(_Kernels(kernel, device, (*grid, 1, 1)[:3], args, constants))
 
 
 class _Kernels(NamedTuple):
@@ -139,8 +139,8 @@ class _Kernels(NamedTuple):
     grid: tuple[int, ...]
     args: Sequence[Any]
     constants: Mapping[str, Any]
-    variants: Sequence[Mapping[str, Any]]
-    cluster: int
+    variants: Sequence[Mapping[str, Any]] = ()
+    cluster: int = 1
 
     def calls(self) -> Iterator[tuple[Hashable, Callable[[], CompiledKernel | None], list[Any]]]:
         """Yield for each the key, what compiles and loads it, and its constants."""
@@ -164,10 +164,7 @@ class _Kernels(NamedTuple):
         return compiled
 
 
-def _compile(
-    kernel: Any, device: torch.device, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Any],
-    variants: Sequence[Mapping[str, Any]] = (), cluster: int = 1, rehearse: Callable[[], object] | None = None,
-) -> tuple[CompiledKernel, list[Any]] | None:  # fmt: skip
+def _compile(asked: _Kernels, rehearse: Callable[[], object] | None = None) -> tuple[CompiledKernel, list[Any]] | None:
     """Compile and load the kernel of a launch, and at the same time those of its variants and of what is rehearsed;
     return the first and its constants, or None if Triton's ``jit_cache_hook`` says that it is not to be compiled.
 
@@ -177,7 +174,6 @@ def _compile(
     Raises:
         Exception: what was raised by the first compilation that failed. The kernels of the others are kept."""
     cache_folder.ensure()
-    asked = _Kernels(kernel, device, grid, args, constants, variants, cluster)
     found: dict[Hashable, tuple[CompiledKernel, list[Any]] | None] = {}
     missing: dict[Hashable, tuple[Callable[[], Any], list[Any]]] = {}
     for some in (asked, *(_rehearsed(rehearse) if rehearse is not None else ())):
@@ -188,12 +184,13 @@ def _compile(
                     missing[key] = call, values
         if some is asked:
             needed = len(found)
-    outcomes = compile_together([call for call, _ in missing.values()], device) if missing else []
+    outcomes = compile_together([call for call, _ in missing.values()], asked.device) if missing else []
+    errors: dict[Hashable, Exception] = {}
     for (key, (_, values)), compiled in zip(missing.items(), outcomes, strict=True):
-        if isinstance(compiled, Exception) or compiled is None:
-            continue
-        found[key] = _compiled.put(key, (compiled, values))
-    errors = {key: outcome for key, outcome in zip(missing, outcomes, strict=True) if isinstance(outcome, Exception)}
+        if isinstance(compiled, Exception):
+            errors[key] = compiled
+        elif compiled is not None:
+            found[key] = _compiled.put(key, (compiled, values))
     for key in list(found)[:needed]:
         if key in errors:
             raise errors[key]

@@ -29,7 +29,7 @@ def backward(kernel: str, q: torch.Tensor, keys: Keys, score: Score) -> None:
         into = counters = None
         if ready is not None:  # from copy engines, which fetch the keys once more, and send gradients
             keys = Keys(k, v, block, ReadyFlags(*ready[:3]))
-            counts = backend.completion_counts(q, keys, score)
+            counts = backend.completion_counts(q, keys)
             keys = keys if counts is not None else Keys(k, v, block)
             dk_dv = k.new_empty(*k.shape[:3], k.shape[3] + v.shape[3], dtype=dtype)
             into = dk_dv[..., : k.shape[3]], dk_dv[..., k.shape[3] :]

@@ -840,7 +840,7 @@ def test_without_clusters_head_dim_256_runs_on_the_portable_kernels(monkeypatch)
     for clusters in (True, False):
         monkeypatch.setattr(hopper_backward, "CLUSTERS", clusters)
         BACKEND.backward(queries, keys, Score(0.0625), torch.zeros(q.shape))
-        assert (BACKEND.completion_counts(q, keys, Score(0.0625)) is not None) == clusters
+        assert (BACKEND.completion_counts(q, keys) is not None) == clusters
         assert BACKEND.fills_delta(q, False) == clusters
     assert called == ["hopper", "triton"]
     assert "clusters" not in str(hopper_backward.unsupported(q, k, v, Score(0.0625)))
@@ -1242,7 +1242,7 @@ def test_counts_completed_gradients(mask, dims, parts, sweep, monkeypatch):
     if sweep is not None:
         monkeypatch.setattr(tile_scheduler, "sweep", lambda *_: sweep)
     args = problem(mask, 2, 400, 4, 2, dims, (130, 1, 0, 269))
-    expected = BACKEND.completion_counts(args[0].q, *args[1:])
+    expected = BACKEND.completion_counts(args[0].q, args[1])
     assert sweep is None or expected.rows == max(1, sweep // parts)
     ctas = (2, 4) if dims[0] <= 192 else (4, 8)  # of 130 keys, and of 1, 0 and 269
     assert expected.counts == tuple(2 * expected.rows * n for n in ctas)
@@ -1263,7 +1263,7 @@ def test_gradients_are_sent_while_the_kernel_runs(sweep, dims, monkeypatch):
         monkeypatch.setattr(tile_scheduler, "sweep", lambda *_: sweep)
     seq, heads, lengths = 16384, 8, (2048,) * 8
     args = problem(causal, 1, seq, heads, heads, dims, lengths)
-    expected = BACKEND.completion_counts(args[0].q, *args[1:])
+    expected = BACKEND.completion_counts(args[0].q, args[1])
     rows, counts = expected.rows, expected.counts
     counters = torch.zeros(heads // rows, len(lengths), dtype=torch.int32, device=DEVICE)
     buffer, into = adjacent(1, seq, heads, *dims)

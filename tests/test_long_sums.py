@@ -128,7 +128,7 @@ def test_a_backward_in_pieces_counts_no_completions(heads: tuple[int, int], in_s
     assert hopper.sums(q, k, False) == (long_sums.heads_together(heads[0] // heads[1]), False) == (in_sum, False)
     for seq_q in (limit, limit + 1):
         block = block_of(torch.zeros(1, seq_q), torch.full((1, seq_q), tokens), tokens, (seq_q,), (tokens,))
-        call = q.expand(1, seq_q, -1, -1), Keys(k, k, block), Score(0.1)
+        call = q.expand(1, seq_q, -1, -1), Keys(k, k, block)
         assert (hopper.completion_counts(*call) is None) == (seq_q > limit)
         assert hopper.completion_counts(*call, deterministic=True) is None
 

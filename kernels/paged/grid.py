@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from .operands import Call, Pool, Tables
 
@@ -37,7 +38,7 @@ class Grid(NamedTuple):
         batch, new, q_heads, _ = q.shape
         kv_heads = pool.k.shape[0]
         alive = new * (q_heads // kv_heads)
-        rows = min(_ROWS, max(least_rows, power_of_two(alive)))
+        rows = min(_ROWS, max(least_rows, next_power_of_2(alive)))
         blocks = -(-alive // rows)
         units = batch * kv_heads * blocks
         if call.fixed_split:
@@ -47,16 +48,11 @@ class Grid(NamedTuple):
 
     def some(self, alive: int) -> int:
         """Return the rows that the sum of pieces reads, where ``alive`` rows of all tiles exist."""
-        return min(self.rows, power_of_two(alive))
+        return min(self.rows, next_power_of_2(alive))
 
     def batch_p2(self, batch: int) -> int:
         """Return the number of prefix sums that a program reads at once."""
-        return max(_BATCH, power_of_two(batch))
-
-
-def power_of_two(n: int) -> int:
-    """Return the least power of two that is not less than n."""
-    return 1 << max(0, n - 1).bit_length()
+        return max(_BATCH, next_power_of_2(batch))
 
 
 def scratch(tables: Tables, grid: Grid, units: int, dim_v: int) -> tuple[Tensor, Tensor]:

@@ -194,8 +194,8 @@ def _tile(
 @gluon.jit
 def _consumer(
     args, NEW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCKS: gl.constexpr,
-    SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BATCH_P2: gl.constexpr, AT_ONCE: gl.constexpr,
-    TREE: gl.constexpr, SOFTCAP: gl.constexpr, FINAL: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
+    SOME: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, AT_ONCE: gl.constexpr, TREE: gl.constexpr,
+    SOFTCAP: gl.constexpr, FINAL: gl.constexpr, STAGES: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     (
         q_ptr, q_b, q_n, q_h, starts_ptr, ends_ptr, firsts_new_ptr, tiles_ptr, tree_ptr, pieces_ptr, arrived_ptr,
@@ -353,8 +353,8 @@ def _attend(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer, (consumer, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, D, DV, BATCH_P2, AT_ONCE, TREE, SOFTCAP,
-                         FINAL, STAGES, ALONE)),
+            (_consumer, (consumer, NEW, GROUP, KV_HEADS, ROWS, BLOCKS, SOME, D, DV, AT_ONCE, TREE, SOFTCAP, FINAL,
+                         STAGES, ALONE)),
             (_producer, (producer, HEADS, BLOCKS, NEW, PAGE, STAGES)),
         ],
         [1],
@@ -401,6 +401,7 @@ def launch(
     )  # fmt: skip
     group, tile = q_heads // kv_heads, TILE.value * wide
     some = grid.some(new * group)
+    at_once = min(64, 64 * 128 * wide // (some * dim_v))  # pieces that are added: 64 numbers of o for each thread
     with on_device(q):
         _launches.repeat(key, tensors, lambda: dispatch(
             _attend, (grid.programs,), q, *q.stride()[:3], view(pool.k, (1, tile, dim)), view(pool.v, (1, tile, dim_v)),
@@ -408,7 +409,7 @@ def launch(
             tables.table, tables.table.stride(0), tables.start, tables.end, tables.first_new, tables.tiles, call.tree,
             pieces, arrived, *result, score.sink, batch, *scale_and_cap(score),
             NEW=new, GROUP=group, KV_HEADS=kv_heads, ROWS=grid.rows, BLOCKS=grid.blocks, SOME=some, D=dim, DV=dim_v,
-            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=_at_once(some, dim_v, wide),
+            PAGE=pool.page_size, BATCH_P2=grid.batch_p2(batch), AT_ONCE=at_once,
             ALONE=some <= ALONE, STEP=grid.step, STAGES=_stages(pool, grid.rows, ctas, tile),
             num_warps=4 * wide, maxnreg=_registers(ctas, wide), launch_pdl=True,
         ))  # fmt: skip
@@ -438,11 +439,6 @@ def _stages(pool: Pool, rows: int, ctas: int, slots: int) -> int:
     room = 226 * 1024 // ctas - 1024 - 2 * rows * (dim + slots)
     token = (dim + dim_v) * pool.k.element_size() + (8 if pool.quantized else 0)
     return min(8 if pool.quantized else 6, room // (slots * token))
-
-
-def _at_once(some: int, dim_v: int, wide: int) -> int:
-    """Return the pieces that are added at once: 64 numbers of o for each thread."""
-    return min(64, 64 * 128 * wide // (some * dim_v))
 
 
 def _registers(ctas: int, wide: int) -> int:

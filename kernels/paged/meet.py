@@ -46,7 +46,6 @@ from ..launch import Launched, Launches, capability, dispatch, on_device, prepar
 from ..triton.launch_parameters import padded
 from ..triton.primitives import INTERPRETED, bound, store_release
 from .finish import sum_states
-from .grid import power_of_two
 from .operands import part
 from .pieces import store_result
 
@@ -91,7 +90,7 @@ class _Tiling(NamedTuple):
     @classmethod
     def of(cls, rows: int, dim_v: int) -> _Tiling:
         wide, width = padded(dim_v), row_width(dim_v)
-        numbers = min(_MOST, max(_LEAST, power_of_two(triton.cdiv(rows * wide, PROGRAMS.value))))
+        numbers = min(_MOST, max(_LEAST, triton.next_power_of_2(triton.cdiv(rows * wide, PROGRAMS.value))))
         some = max(1, numbers // wide)
         return cls(some, width, REGION.value // (4 * some * width))
 
@@ -156,8 +155,8 @@ def _arguments(
     grid, early = (min(PROGRAMS.value, triton.cdiv(rows, tiling.rows)),), capability(state.device) >= (9, 0)
     args = (state, m.addresses, m.counts, *result, sink, rows, heads, m.rank, m.shown, m.gave_up, m.patience)
     constants = dict(
-        WORLD=world_size, WORLD_P2=power_of_two(world_size), NEW=new, DIM_V=width - 2, DIM_V_P2=padded(width - 2),
-        WIDTH=tiling.width, ROWS=tiling.rows, EARLY=early, num_warps=4, launch_pdl=early,
+        WORLD=world_size, WORLD_P2=triton.next_power_of_2(world_size), NEW=new, DIM_V=width - 2,
+        DIM_V_P2=padded(width - 2), WIDTH=tiling.width, ROWS=tiling.rows, EARLY=early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return grid, args, constants
 
@@ -186,7 +185,7 @@ def _part(rank, heads, WORLD: tl.constexpr, SCATTERED: tl.constexpr):
 
 
 @triton.jit
-def _flag(mailbox, sender, WORLD: tl.constexpr):
+def _flag(mailbox, sender):
     """Return the address of a sender's flag for this program."""
     return mailbox + (sender * PROGRAMS + tl.program_id(0)) * FLAG
 
@@ -224,7 +223,7 @@ def _send(
             tl.store(there + DIM_V + 1, l, mask=wanted)
     tl.debug_barrier()  # the release is for what all threads have stored
     to = tl.arange(0, WORLD_P2)
-    flags = _flag(tl.load(addresses + to, mask=to < WORLD, other=0), rank, WORLD)
+    flags = _flag(tl.load(addresses + to, mask=to < WORLD, other=0), rank)
     store_release(flags, number, to < WORLD)
 
 
@@ -262,7 +261,7 @@ def _wait(mailbox, number, shown, gave_up, patience, WORLD: tl.constexpr, WORLD_
     if not INTERPRETED:
         sender = tl.minimum(tl.arange(0, WORLD_P2), WORLD - 1)
         shown = tl.where(tl.program_id(0) == 0, shown.to(tl.int64), 0)
-        args = [_flag(mailbox, sender, WORLD), number, shown, patience.to(tl.int64), gave_up.to(tl.int64), sender + 1]
+        args = [_flag(mailbox, sender), number, shown, patience.to(tl.int64), gave_up.to(tl.int64), sender + 1]
         tl.inline_asm_elementwise(_WAIT, "=r,l,r,l,l,l,r", args, dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -82,9 +82,7 @@ class Gather(Dataflow):
         def waits(keys: Keys, heads: slice) -> bool:
             if block.seq_k == 0 or q.numel() == 0:
                 return False
-            q_wave = q[:, :, heads]
-            score = call.score.heads(heads)
-            count = call.backend.completion_counts(q_wave, keys, score)
+            count = call.backend.completion_counts(q[:, :, heads], keys)
             if count is not None:
                 counts[heads.start] = count
             return count is not None
