@@ -128,9 +128,7 @@ def _whole(x: Tensor, dim: int) -> Tensor:
 
 def _whole_tiles_of_queries(block: Block) -> Block:
     start, end = (_whole(x, 1) for x in (block.start, block.end))
-    return replace(
-        block, start=start, end=end, positions_q=_whole(block.positions_q, 0), segments_q=(start.shape[1],)
-    )  # fmt: skip
+    return replace(block, start=start, end=end, positions_q=_whole(block.positions_q, 0), segments_q=(start.shape[1],))
 
 
 def _tiles(block: Block, device: torch.device) -> Iterator[_Tile]:

@@ -43,9 +43,7 @@ def _launch(states: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor | None
         return
     wide = padded(width - 2)
     some = max(1, _NUMBERS // wide)
-    key = (
-        states.device, states.shape, states.stride(), out.dtype, lse is None, None if sink is None else sink.dtype
-    )  # fmt: skip
+    key = (states.device, states.shape, states.stride(), out.dtype, lse is None, None if sink is None else sink.dtype)
     with on_device(states):
         _launches.repeat(key, (states, out, lse, sink), lambda: dispatch(
             _finish, (triton.cdiv(rows, some),), states, states.stride(0), states.stride(2), out, lse, sink, rows,

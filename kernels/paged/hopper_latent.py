@@ -355,9 +355,11 @@ def _attend(
     BATCH_P2: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     parts = (
-        tiles_like(k_desc, 2 * STAGES), tiles_like(k_desc, 2 * STAGES), tiles_like(k_desc, 4 * STAGES),
+        tiles_like(k_desc, 2 * STAGES),
+        tiles_like(k_desc, 2 * STAGES),
+        tiles_like(k_desc, 4 * STAGES),
         tiles_like(k_desc, STAGES),
-    )  # fmt: skip
+    )
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_s = gl.allocate_shared_memory(k_desc.dtype, [9, ROWS, BOX], Q_SHARED)
     kept_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -267,10 +267,12 @@ def store_part(x, tile, h, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexp
         tl.store(row_pointers(x, h, 0, row, ROWS, COLUMNS) + column, tile.to(x.source.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=numbers(
-    "q_bsh k_bsh v_bsh do_bsh rows_b rows_h starts_b ends_b slopes_b w_h w_s span_b meets_b seq_q seq_k heads head "
-    "first_q past_q first_k past_k"
-))  # fmt: skip
+@triton.jit(
+    do_not_specialize=numbers(
+        "q_bsh k_bsh v_bsh do_bsh rows_b rows_h starts_b ends_b slopes_b w_h w_s span_b meets_b seq_q seq_k heads head "
+        "first_q past_q first_k past_k"
+    )
+)
 def _weights(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h, dout, do_b, do_s, do_h,
     lse, delta, rows_b, rows_h,
@@ -360,9 +362,9 @@ def _end(
     tl.store(at, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=numbers(
-    "w_h w_s x_bsh o_bsh meets_b seq_q seq_k heads head past_head first_q past_q first_k"
-))  # fmt: skip
+@triton.jit(
+    do_not_specialize=numbers("w_h w_s x_bsh o_bsh meets_b seq_q seq_k heads head past_head first_q past_q first_k")
+)
 def _key_sums(
     weights, w_h, w_s, x, x_b, x_s, x_h, out, o_b, o_s, o_h,
     rows, meets, meets_b,

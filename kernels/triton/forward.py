@@ -199,9 +199,12 @@ def _range_of_keys(
     return m, l, o, flushed
 
 
-@triton.jit(do_not_specialize=numbers(
+_NUMBERS = (
     "seq_k n_tiles heads span_b starts_b ends_b slopes_b q_bsh k_bsh v_bsh m_in_bsh l_in_bsh o_in_bsh m_bsh l_bsh o_bsh"
-))  # fmt: skip
+)
+
+
+@triton.jit(do_not_specialize=numbers(_NUMBERS))
 def _forward(
     q, q_b, q_s, q_h, k, k_b, k_s, k_h, v, v_b, v_s, v_h,
     m_in, m_in_b, m_in_h, m_in_s, l_in, l_in_b, l_in_h, l_in_s, o_in, o_in_b, o_in_s, o_in_h,

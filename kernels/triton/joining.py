@@ -46,9 +46,7 @@ def join(total: Partial, part: tuple[Tensor, Tensor] | None, into: Result | None
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=numbers(
-    "m_b m_h l_b l_h o_bsh x_bsh lse_b lse_h y_bsh y_lse_b y_lse_h seq heads tiles"
-))  # fmt: skip
+@triton.jit(do_not_specialize=numbers("m_b m_h l_b l_h o_bsh x_bsh lse_b lse_h y_bsh y_lse_b y_lse_h seq heads tiles"))
 def _join(
     m, m_b, m_h, l, l_b, l_h, o, o_b, o_s, o_h, x, x_b, x_s, x_h, lse, lse_b, lse_h, y, y_b, y_s, y_h,
     y_lse, y_lse_b, y_lse_h, seq, heads, tiles, dim,
