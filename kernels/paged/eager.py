@@ -66,20 +66,16 @@ def attend(q: Tensor, pool: Pool, tables: Tables, score: Score, call: Call = Cal
 def finish(states: Tensor, sink: Tensor | None, dtype: torch.dtype) -> Result:
     """Return ``out`` in ``dtype`` and ``lse`` from the states of all ranks, (world_size, batch, new, q_heads,
     head_dim_v + 2), added in the order of ranks; the sink, (q_heads,), joins last."""
-    m, l = states[..., -2], states[..., -1]
-    top = m.amax(0)
-    logit = None if sink is None else (sink.to(m.dtype) * LOG2E).expand_as(top)
-    top = top if logit is None else torch.maximum(top, logit)
-    reference = torch.where(top == float("-inf"), 0.0, top)
-    total, out = torch.zeros_like(top), torch.zeros_like(states[0, ..., :-2])
-    for rank in range(states.shape[0]):
-        weight = torch.exp2(m[rank] - reference)
-        total = total + l[rank] * weight
-        out = out + states[rank, ..., :-2] * weight[..., None]
-    if logit is not None:
-        total = total + torch.exp2(logit - reference)
-    some = total != 0
-    divisor = torch.where(some, total, 1.0)
+    total = add(states)
+    out, top, l = total[..., :-2], total[..., -2], total[..., -1]
+    if sink is not None:
+        logit = (sink.to(top.dtype) * LOG2E).expand_as(top)
+        before, top = top, torch.maximum(top, logit)
+        reference = torch.where(top == float("-inf"), 0.0, top)
+        kept = torch.exp2(before - reference)
+        out, l = out * kept[..., None], l * kept + torch.exp2(logit - reference)
+    some = l != 0
+    divisor = torch.where(some, l, 1.0)
     lse = torch.where(some, (top + torch.log2(divisor)) / LOG2E, float("-inf"))
     return Result((out / divisor[..., None]).to(dtype), lse.transpose(1, 2).contiguous())
 

@@ -196,9 +196,8 @@ class _Launches(NamedTuple):
             *(tile_source(x, size, tma, keys) for x in (self.p, self.ds)), self.p.stride(0), self.p.stride(1),
             rows, span, *interval_strides(span)[:1], meets, *interval_strides(meets)[:1],
             q.shape[1], k.shape[1], q.shape[2], head, first_q, past_q, first_k, past_k,
-            HEADS_PER_KV=q.shape[2] // k.shape[2], DIM=q.shape[3], DIM_V=v.shape[3], SIZE=size, KEYS=keys,
-            DEPTH=tiles.depth, SIMPLE=s.SIMPLE, SOFTCAP=s.SOFTCAP, TMA=tma, UNIT=unit, STAGES=tiles.stages_of_weights,
-            num_warps=8, num_stages=tiles.stages_of_weights,
+            HEADS_PER_KV=q.shape[2] // k.shape[2], DIM=q.shape[3], DIM_V=v.shape[3], T=tiles, SIMPLE=s.SIMPLE,
+            SOFTCAP=s.SOFTCAP, TMA=tma, UNIT=unit, num_warps=8, num_stages=tiles.stages_of_weights,
         )  # fmt: skip
 
     def key_sums(self, piece: _Piece, weights: Tensor, x: Tensor, out: Tensor, scale: float) -> None:
@@ -230,8 +229,7 @@ class _Launches(NamedTuple):
             tile_source(weights, box[0], tma, box[1]), *weights.stride()[:2],
             *_sources([(x, tiles.depth, tiles.columns)], unit, tma), out, *strides_in(unit, out),
             self.tables.rows, meets, *interval_strides(meets)[:1], *numbers,
-            HEADS_PER_KV=self.inputs.q.shape[2] // self.inputs.k.shape[2], DIM=x.shape[3], COLUMNS=tiles.columns,
-            SIZE=tiles.size, DEPTH=tiles.depth, TMA=tma, UNIT=unit, STAGES=tiles.stages,
+            HEADS_PER_KV=self.inputs.q.shape[2] // self.inputs.k.shape[2], DIM=x.shape[3], T=tiles, TMA=tma, UNIT=unit,
             CONTINUES=self.inputs.block.ordered, num_warps=8, num_stages=tiles.stages,
         )  # fmt: skip
 
@@ -281,9 +279,8 @@ def _weights(
     p_out, ds_out, w_h, w_s,
     rows, span, span_b, meets, meets_b,
     seq_q, seq_k, heads, head, first_q, past_q, first_k, past_k,
-    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    DEPTH: tl.constexpr, SIMPLE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, T: tl.constexpr, SIMPLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Store p and ds of one tile of SIZE queries and KEYS keys."""
     ALIBI: tl.constexpr = slopes is not None
@@ -294,41 +291,41 @@ def _weights(
     local = tl.program_id(1)
     b, h = (head + local) // heads, (head + local) % heads
     # Programs that run at the same time share tiles: they go through a few rows of tiles column by column.
-    RATIO: tl.constexpr = KEYS // SIZE
+    RATIO: tl.constexpr = T.keys // T.size
     across = (past_k - first_k + RATIO - 1) // RATIO
     i, j = tl.swizzle2d(tl.program_id(0) // across, tl.program_id(0) % across, past_q - first_q, across, 8)
     tile, first = first_q + i, first_k + j * RATIO
-    n, last = first * SIZE, tl.minimum(first + RATIO, past_k) - 1
+    n, last = first * T.size, tl.minimum(first + RATIO, past_k) - 1
     meets += b.to(tl.int64) * meets_b
     if (tile < tl.load(meets + first * 2)) | (tile >= tl.load(meets + last * 2 + 1)):
         return
     row, past, _, full_begin, full_end, _ = load_span(rows, span, tile, b, span_b)
 
-    queries, keys = row + tl.arange(0, SIZE), n + tl.arange(0, KEYS)
+    queries, keys = row + tl.arange(0, T.size), n + tl.arange(0, T.keys)
     alive = queries < past
     b64 = b.to(tl.int64)
     h_kv = h // HEADS_PER_KV
-    s = _product(q, k, b, h, h_kv, row, past, n, seq_k, DIM, SIZE, KEYS, DEPTH, TMA, STAGES)
+    s = _product(q, k, b, h, h_kv, row, past, n, seq_k, DIM, T.size, T.keys, T.depth, TMA, T.stages_of_weights)
     distance, slope = s, 0.0
     if ALIBI:
         slope = tl.load(slopes + b * slopes_b + h)
         pos_q = tl.load(positions_q + queries, mask=alive, other=0)
         distance = pos_q[:, None] - tl.load(positions_k + keys, mask=keys < seq_k, other=0)[None, :]
     s, slope_of_score = scores(s, distance, scale, cap, slope, SIMPLE, SOFTCAP, ALIBI)
-    if (n < full_begin) | (n + KEYS > full_end):
+    if (n < full_begin) | (n + T.keys > full_end):
         start = tl.load(starts + b64 * starts_b + queries.to(tl.int64) * starts_s, mask=alive, other=0)
         end = tl.load(ends + b64 * ends_b + queries.to(tl.int64) * ends_s, mask=alive, other=0)
         s = tl.where((start[:, None] <= keys[None, :]) & (keys[None, :] < end[:, None]), s, float("-inf"))
     row_of_head = b64 * rows_b + h.to(tl.int64) * rows_h
     lse_m = tl.load(lse + row_of_head + queries, mask=alive, other=float("inf"))
     p = tl.exp2(s * (scale if SIMPLE else 1.0) - lse_m[:, None])
-    store_part(Strided(p_out, w_h, w_s, 0), p, local, i * SIZE, j * KEYS, SIZE, KEYS, TMA)
+    store_part(Strided(p_out, w_h, w_s, 0), p, local, i * T.size, j * T.keys, T.size, T.keys, TMA)
     # Registers hold one sum of this size and p in 16 bits: of float16, scaled, because it has the longer mantissa.
     small = (p * slope_of_score * P_SCALE).to(tl.float16)
-    dp = _product(dout, v, b, h, h_kv, row, past, n, seq_k, DIM_V, SIZE, KEYS, DEPTH, TMA, STAGES)
+    dp = _product(dout, v, b, h, h_kv, row, past, n, seq_k, DIM_V, T.size, T.keys, T.depth, TMA, T.stages_of_weights)
     delta_m = tl.load(delta + row_of_head + queries, mask=alive, other=0.0)
     ds = small.to(tl.float32) * (dp - delta_m[:, None]) * (1 / P_SCALE)
-    store_part(Strided(ds_out, w_h, w_s, 0), ds, local, i * SIZE, j * KEYS, SIZE, KEYS, TMA)
+    store_part(Strided(ds_out, w_h, w_s, 0), ds, local, i * T.size, j * T.keys, T.size, T.keys, TMA)
 
 
 @triton.jit
@@ -369,39 +366,39 @@ def _key_sums(
     weights, w_h, w_s, x, x_b, x_s, x_h, out, o_b, o_s, o_h,
     rows, meets, meets_b,
     seq_q, seq_k, heads, scale, head, past_head, first_q, past_q, first_k,
-    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
+    CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Add weights^T x for one tile of keys and some columns."""
     x = Strided(x, elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT))
     out = Strided(out, elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT))
-    PARTS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
-    STEPS: tl.constexpr = SIZE // DEPTH
-    column, tile = tl.program_id(0) % PARTS * COLUMNS, tl.program_id(0) // PARTS
+    PARTS: tl.constexpr = (DIM + T.columns - 1) // T.columns
+    STEPS: tl.constexpr = T.size // T.depth
+    column, tile = tl.program_id(0) % PARTS * T.columns, tl.program_id(0) // PARTS
     kv = head // HEADS_PER_KV + tl.program_id(1)
     first_head, last_head = tl.maximum(head, kv * HEADS_PER_KV), tl.minimum(past_head, (kv + 1) * HEADS_PER_KV)
     kv_heads = heads // HEADS_PER_KV
     b, h_kv = kv // kv_heads, kv % kv_heads
-    n = (first_k + tile) * SIZE
+    n = (first_k + tile) * T.size
     meets += b.to(tl.int64) * meets_b + (first_k + tile) * 2
     low, high = tl.maximum(tl.load(meets), first_q), tl.minimum(tl.load(meets + 1), past_q)
     steps = tl.maximum(high - low, 0) * STEPS
     if steps == 0:
         return
-    total = _begin(out, b, h_kv, n, seq_k, column, SIZE, COLUMNS, DIM, CONTINUES)
+    total = _begin(out, b, h_kv, n, seq_k, column, T.size, T.columns, DIM, CONTINUES)
     row = tl.load(rows + low * 2)  # of the next step, loaded one step ahead so that the loop needs not wait for it
-    for step in tl.range(0, bound((last_head - first_head) * steps), num_stages=STAGES):
+    for step in tl.range(0, bound((last_head - first_head) * steps), num_stages=T.stages):
         g = first_head + step // steps
         i = low + step % steps // STEPS
-        inside = step % STEPS * DEPTH
+        inside = step % STEPS * T.depth
         w = load_part(
-            Strided(weights, w_h, w_s, 0), g - head, 0, (i - first_q) * SIZE + inside, (past_q - first_q) * SIZE,
-            tile * SIZE, DEPTH, SIZE, 1 << 30, TMA,
+            Strided(weights, w_h, w_s, 0), g - head, 0, (i - first_q) * T.size + inside, (past_q - first_q) * T.size,
+            tile * T.size, T.depth, T.size, 1 << 30, TMA,
         )  # fmt: skip
-        y = load_part(x, b, g % heads, row + inside, seq_q, column, DEPTH, COLUMNS, DIM, TMA)
+        y = load_part(x, b, g % heads, row + inside, seq_q, column, T.depth, T.columns, DIM, TMA)
         total = dot(tl.trans(w), y, total)
         row = tl.load(rows + (low + (step + 1) % steps // STEPS) * 2)
-    _end(out, total, scale, b, h_kv, n, seq_k, column, SIZE, COLUMNS, DIM, CONTINUES)
+    _end(out, total, scale, b, h_kv, n, seq_k, column, T.size, T.columns, DIM, CONTINUES)
 
 
 @triton.jit(do_not_specialize=numbers("w_h w_s x_bsh o_bsh span_b seq_k heads head first_q past_q first_k past_k"))
@@ -409,27 +406,27 @@ def _query_sums(
     weights, w_h, w_s, x, x_b, x_s, x_h, out, o_b, o_s, o_h,
     rows, span, span_b,
     seq_k, heads, scale, head, first_q, past_q, first_k, past_k,
-    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DEPTH: tl.constexpr,
-    TMA: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr, CONTINUES: tl.constexpr,
+    HEADS_PER_KV: tl.constexpr, DIM: tl.constexpr, T: tl.constexpr, TMA: tl.constexpr, UNIT: tl.constexpr,
+    CONTINUES: tl.constexpr,
 ):  # fmt: skip
     """Add weights x for one tile of queries and some columns."""
     x = Strided(x, elements(x_b, UNIT), elements(x_s, UNIT), elements(x_h, UNIT))
     out = Strided(out, elements(o_b, UNIT), elements(o_s, UNIT), elements(o_h, UNIT))
-    PARTS: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
+    PARTS: tl.constexpr = (DIM + T.columns - 1) // T.columns
     # The last queries begin, whose sums are the longest under a causal mask.
-    column, tile = tl.program_id(0) % PARTS * COLUMNS, past_q - first_q - 1 - tl.program_id(0) // PARTS
+    column, tile = tl.program_id(0) % PARTS * T.columns, past_q - first_q - 1 - tl.program_id(0) // PARTS
     local = tl.program_id(1)
     b, h = (head + local) // heads, (head + local) % heads
     row, past, begin, _, _, stop = load_span(rows, span, first_q + tile, b, span_b)
-    begin, stop = tl.maximum(begin, first_k * SIZE), tl.minimum(stop, past_k * SIZE)
+    begin, stop = tl.maximum(begin, first_k * T.size), tl.minimum(stop, past_k * T.size)
     if begin >= stop:
         return
-    total = _begin(out, b, h, row, past, column, SIZE, COLUMNS, DIM, CONTINUES)
-    for n in tl.range(bound(begin), bound(stop), DEPTH, num_stages=STAGES):
+    total = _begin(out, b, h, row, past, column, T.size, T.columns, DIM, CONTINUES)
+    for n in tl.range(bound(begin), bound(stop), T.depth, num_stages=T.stages):
         w = load_part(
-            Strided(weights, w_h, w_s, 0), local, 0, tile * SIZE, (past_q - first_q) * SIZE, n - first_k * SIZE,
-            SIZE, DEPTH, 1 << 30, TMA,
+            Strided(weights, w_h, w_s, 0), local, 0, tile * T.size, (past_q - first_q) * T.size, n - first_k * T.size,
+            T.size, T.depth, 1 << 30, TMA,
         )  # fmt: skip
-        y = load_part(x, b, h // HEADS_PER_KV, n, seq_k, column, DEPTH, COLUMNS, DIM, TMA)
+        y = load_part(x, b, h // HEADS_PER_KV, n, seq_k, column, T.depth, T.columns, DIM, TMA)
         total = dot(w, y, total)
-    _end(out, total, scale, b, h, row, past, column, SIZE, COLUMNS, DIM, CONTINUES)
+    _end(out, total, scale, b, h, row, past, column, T.size, T.columns, DIM, CONTINUES)
