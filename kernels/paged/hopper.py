@@ -43,6 +43,7 @@ from . import hopper_e4m3 as e4m3
 from .combine import ALONE, combine
 from .grid import Grid, scratch
 from .hopper_pieces import (
+    barrier,
     capped,
     declined,
     finite,
@@ -281,7 +282,7 @@ def _consumer(
             gl.store(at + DV, m, mask=alive)
             gl.store(at + DV + 1, gl.sum(l, axis=0), mask=alive)
             if ALONE:
-                gl.thread_barrier()
+                barrier()
                 number = gl.atomic_add(arrived_ptr + u, 1, sem="acq_rel", scope="gpu")
                 expected = (base + count - 1) // per - base // per + 1
                 if number == expected - 1:

@@ -57,7 +57,7 @@ from ..hopper.tensor_maps import view
 from ..launch import Launches, dispatch, multiprocessors, on_device
 from .combine import combine
 from .grid import Grid, scratch
-from .hopper_pieces import capped, declined, finite, intervals, part_of, query_rows, scale_and_cap, share_of
+from .hopper_pieces import barrier, capped, declined, finite, intervals, part_of, query_rows, scale_and_cap, share_of
 from .operands import Call, Pool, Tables
 
 DIM, DIM_V = 576, 512
@@ -173,7 +173,7 @@ def _clear_unseen(parts, full, stage, phase, first, past):
         x = _keys(parts, stage, block)
         x.store(gl.where(seen, x.load(L), 0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -231,7 +231,7 @@ def _first_consumer(
             for i in gl.static_range(9):
                 q_s.index(i).store(q[i])
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             Q_REG: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_L, k_width=2)
             q_regs = ()
             for i in gl.static_range(KEPT):
@@ -272,10 +272,10 @@ def _first_consumer(
                 kept = gl.exp2(m - reference)
                 m = m_new
                 kept_s.index(stage).store(kept)
-                gl.thread_barrier()  # all warps are done with rope
+                barrier()  # all warps are done with rope
                 p_s.index(stage).store(p.to(p_s.dtype))
                 fence_async_shared()
-                gl.thread_barrier()
+                barrier()
                 o = scale_rows(o, kept)
                 o = warpgroup_mma(p_s.index(stage), values.index(stage), o, is_async=True)
                 l = l * kept + gl.sum(p, axis=1)

@@ -17,6 +17,8 @@ from ..triton.primitives import ScoreArguments
 from .operands import Call, Pool, Tables, tile_size
 from .pieces import tree_depth
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a warpgroup's threads; Triton 3.6 has the second name
+
 # ---------------------------------------------------------------- host
 
 
