@@ -12,10 +12,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..transport import group as transports
-from .replacing import replaced
+from .replacing import everywhere
 from .ring_flash import attend, chunks, llama3_flash_attn_prepare_cu_seqlens
 
 NAMES = ("flash_attention_2", "flash_attention_3", "flash_attention_4")  # of transformers, that are substituted
@@ -70,34 +70,10 @@ def create_ring_flash_attention_forward(process_group: Any, heads_k_stride: int)
     return [forward]
 
 
-def flash_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-    softcap: float | None = None, is_causal: bool | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend as transformers' function of this name does, of (batch, heads, local tokens, head_dim)."""
-    from transformers import modeling_flash_attention_utils as flash
-
-    forward: Any = flash._flash_attention_forward
-    out = forward(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        attention_mask,
-        query_length=query.shape[2],
-        is_causal=module.is_causal if is_causal is None else is_causal,
-        dropout=dropout,
-        softmax_scale=scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        **others,
-    )
-    return out, None
-
-
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> None:
     """Let models with ``attn_implementation="flash_attention_2"``, or 3 or 4, attend over the ranks of a group, until
     the door is closed. ``heads_k_stride`` is not used: how many heads are fetched at a time follows from memory."""
     from transformers import modeling_flash_attention_utils as flash
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     theirs = flash._flash_attention_forward
     several = create_ring_flash_attention_forward(process_group, heads_k_stride)
@@ -106,14 +82,4 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> Non
     def forward(*args: Any, **options: Any) -> Any:
         return (ours if RING_ATTN_SWITCH else theirs)(*args, **options)
 
-    substituted.enter_context(replaced(flash, "_flash_attention_forward", forward))
-    for name in NAMES:
-        if name not in ALL_ATTENTION_FUNCTIONS:
-            continue
-        before = ALL_ATTENTION_FUNCTIONS[name]
-
-        def attention(*args: Any, before: Callable[..., Any] = before, **options: Any) -> Any:
-            return (flash_attention_forward if RING_ATTN_SWITCH else before)(*args, **options)
-
-        ALL_ATTENTION_FUNCTIONS[name] = attention
-        substituted.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, name, before)
+    substituted.enter_context(everywhere(theirs, forward))
