@@ -112,23 +112,12 @@ def _convolution(
     return out.to(hidden_states.dtype).transpose(1, 2)
 
 
-def _delta_rule(
-    original: object, active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    return _recurrence("gated_delta_rule()", active, Tokens(query, key, value, g, beta), **kwargs)
-
-
-def _kda(
-    original: object, active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    return _recurrence("kda()", active, Tokens(query, key, value, g, beta), **kwargs)
-
-
 def _recurrence(
-    what: str, active: Any, x: Tokens, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **others: Any,
+    what: str, original: object, active: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, **others: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    norm = use_qk_l2norm_in_kernel
+    x, norm = Tokens(query, key, value, g, beta), use_qk_l2norm_in_kernel
     return recurrence(what, x, active.plan, scale, norm=norm, state=initial_state, final=output_final_state)
 
 
@@ -164,8 +153,8 @@ def _lightning(
 
 _OVER_RANKS: dict[str, Callable[..., Any]] = {
     _CONVOLUTION: _convolution,
-    _DELTA_RULE: _delta_rule,
-    _KDA: _kda,
+    _DELTA_RULE: functools.partial(_recurrence, "gated_delta_rule()"),
+    _KDA: functools.partial(_recurrence, "kda()"),
     _SCAN: _scan,
     _FUSED_SCAN: _not_fused,
     _FORWARD: _lightning,

@@ -119,6 +119,11 @@ class Kind(NamedTuple):
     chunk: int | None = None
     spans: str | None = None
 
+    @property
+    def left(self) -> int:
+        """How many keys before a query its window has, -1 without one."""
+        return -1 if self.window is None else self.window - self.causal
+
     def __str__(self) -> str:
         words = [f"a window of {self.window}"] if self.window else []
         words += [f"chunks of {self.chunk}"] if self.chunk else []

@@ -165,10 +165,8 @@ class Sequence:
             )
         if window is not None and window < 1:
             raise ValueError(f"sliding_window is {window}; it must be at least 1")
-        left = -1 if window is None else window - 1 if causal else window
+        left = kind.left
         if left >= self.seq_len:  # it hides nothing
-            left = -1
-        if left == -1 and window is not None:
             return self.visible(kind._replace(window=None)).plan
         mask = None
         if self.trees is not None:

@@ -181,7 +181,7 @@ class Generation(Carries, _Base):
         slack = len(lengths) * (self.num_sequences + 1) * world_size * 2 * page_size
         self.kv = KVCache(
             len(layers), first.kv_heads, first.head_dim, self.transport, tokens=room + slack,
-            head_dim_v=first.head_dim_v, page_size=page_size, windows=[_left(layers[i].kind) for i in sorted(layers)],
+            head_dim_v=first.head_dim_v, page_size=page_size, windows=[layers[i].kind.left for i in sorted(layers)],
             dtype=first.dtype, device=input_ids.device, deterministic=self.deterministic,
         )  # fmt: skip
         self._probed = None
@@ -291,8 +291,7 @@ class Generation(Carries, _Base):
         if kind not in self._plans:
             # A rank must hold the same tokens with every window and, where layers have a state, in every chunk.
             layout = next(iter(self._plans.values()), "zigzag" if self._mixes else "auto")
-            window = -1 if kind.window is None else kind.window - 1
-            self._plans[kind] = self.kv.plan(*self._chunk, causal=True, window_size=(window, 0), layout=layout)
+            self._plans[kind] = self.kv.plan(*self._chunk, causal=True, window_size=(kind.left, 0), layout=layout)
         return self._plans[kind]
 
     # --- Attention
@@ -398,10 +397,6 @@ def _take_out(kwargs: dict[str, Any], count: int) -> None:
 def _digest(ids: Tensor) -> str:
     data = ids.detach().cpu().contiguous().numpy().tobytes()
     return f"{tuple(ids.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
-
-
-def _left(kind: Kind) -> int | None:
-    return None if kind.window is None else kind.window - 1
 
 
 @contextlib.contextmanager
