@@ -105,12 +105,12 @@ def flash_attn_func(
 def hands_on(function: Callable[..., Any], own: Sequence[inspect.Parameter], to: Callable[..., Any]) -> None:
     """Let the signature of a function name ``own`` and, after q, k and v, the options of the one that it calls."""
     options = [x for x in [*inspect.signature(to).parameters.values()][3:] if x.kind is x.POSITIONAL_OR_KEYWORD]
-    function.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    named = [x for x in [*own, *options] if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    function.__signature__ = inspect.Signature(sorted(named, key=lambda x: x.kind))  # type: ignore[attr-defined]
 
 
 def _with_options(function: Function) -> Function:
-    own = [x for x in inspect.signature(function).parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
-    hands_on(function, own, flash_attn_func)
+    hands_on(function, [*inspect.signature(function).parameters.values()], flash_attn_func)
     return function
 
 
@@ -128,14 +128,19 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
     return _attend("flash_attn_kvpacked_func", q, k, v, *args, **options)
 
 
+@_with_options
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
     block_table: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    **options: Any,
+) -> Tensor:
     """Return attention over packed documents, (local tokens, heads, head_dim).
 
     Args:
@@ -150,10 +155,7 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
-    return _attend_varlen(
-        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
-    )  # fmt: skip
+    return _attend_varlen("flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **options)
 
 
 def _attend_varlen(

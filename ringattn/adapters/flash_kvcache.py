@@ -273,8 +273,10 @@ def _check(tensors: dict[str, Any]) -> None:
     dim_v = v_cache.shape[-1] if v_cache.ndim else 0
     new = (len(q), k.shape[1] if k is not None and k.ndim > 1 else 0, kv_heads)
     for name, shape in (
-        ("v_cache", (rows, slots, kv_heads, dim_v)), ("k", (*new, head_dim)), ("v", (*new, dim_v)),
-    ):  # fmt: skip
+        ("v_cache", (rows, slots, kv_heads, dim_v)),
+        ("k", (*new, head_dim)),
+        ("v", (*new, dim_v)),
+    ):
         if (x := tensors[name]) is not None and tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but q and k_cache expect {shape}")
     if q.shape[3] != head_dim or q.shape[2] % kv_heads:

@@ -172,7 +172,7 @@ def _packings(name: str, function: Callable[..., Any], dim: int) -> tuple[Callab
     def qkvpacked(qkv: Tensor, *args: Any, **options: Any) -> Any:
         return function(*qkv.unbind(dim), *args, **options)
 
-    others = [x for x in [*inspect.signature(function).parameters.values()][3:] if x.kind is x.POSITIONAL_OR_KEYWORD]
+    others = [*inspect.signature(function).parameters.values()][3:]
     for form, suffix, names in (
         (function, "", "q k v"),
         (kvpacked, "_kvpacked", "q kv"),

@@ -109,8 +109,10 @@ def _compare(name: str, plan: Plan, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
     in_call, in_plan = q[1:] > q[:-1], mask.past > mask.first  # documents with queries
     low, high = mask.low.clamp(min=0), mask.high.clamp(max=plan.seq_len_k)
     for argument, of_call, of_plan in (
-        ("cu_seqlens_q", q[:-1], mask.first), ("cu_seqlens_k", k[:-1], low), ("cu_seqlens_k", k[1:], high)
-    ):  # fmt: skip
+        ("cu_seqlens_q", q[:-1], mask.first),
+        ("cu_seqlens_k", k[:-1], low),
+        ("cu_seqlens_k", k[1:], high),
+    ):
         bounds, begins = of_call[in_call], of_plan[in_plan]
         if not torch.equal(bounds, begins):
             raise ValueError(

@@ -154,8 +154,9 @@ def links() -> Iterator[Finding]:
     advice = "keys are sent as messages, which is slower: check nvidia-smi topo -m, IOMMU settings and the container"
     text = "all pairs" if not apart else f"not between GPUs {', '.join(apart)}"
     yield judged(not apart, "warn", "peer access", text, advice)
-    yield judged(driver.available(), "warn", "copy engines", "available" if driver.available() else "unavailable",
-                 "the driver lacks batched memory operations: update it")  # fmt: skip
+    advice = "the driver lacks batched memory operations: update it"
+    good = driver.available()
+    yield judged(good, "warn", "copy engines", "available" if good else "unavailable", advice)
     slow = {f"0-{j}": rate for j in range(1, count) if (rate := _copy_rate(0, j)) < NVLINK_GBS}
     text = f"at least {NVLINK_GBS:.0f} GB/s between GPU 0 and each other GPU"
     if slow:

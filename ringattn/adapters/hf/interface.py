@@ -53,10 +53,10 @@ def visible_to_layers(
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> Visible | Cached:
+) -> Visible:
     """Return the plan of one kind of mask, or the cache while a model generates. Registered with transformers as the
     mask function "ringattn"."""
-    if isinstance(attention_mask, Visible | Cached):  # of an outer model
+    if isinstance(attention_mask, Visible):  # of an outer model
         return attention_mask
     generating = GENERATIONS.innermost()
     if generating is not None:
@@ -136,8 +136,7 @@ def attend(
             f"{name} passes {keyword} to its attention, which ringattn does not know and does not ignore"
             + (": documents belong to ringattn.hf.sequence()" if "seq" in keyword else "")
         )
-    visible: Visible | Cached
-    if isinstance(attention_mask, Visible | Cached):
+    if isinstance(attention_mask, Visible):
         visible = attention_mask
         if visible.refusal is not None:
             raise NotImplementedError(f"{name}: {visible.refusal}")

@@ -37,9 +37,8 @@ def read(mask_function: Any) -> tuple[Kind, Tensor | None] | None:
         if name == "blockwise_overlay":
             spans.append(cells["block_sequence_ids"])
             return "spans"
-        size = {"sliding_window_overlay": "sliding_window", "sliding_window_bidirectional_overlay": "sliding_window",
-                "chunked_overlay": "chunk_size"}.get(name)  # fmt: skip
-        return None if size is None else (name, cells[size])
+        size = cells.get("sliding_window", cells.get("chunk_size"))
+        return None if size is None else (name, size)
 
     match parts(mask_function):
         case "causal":

@@ -31,6 +31,7 @@ from . import checks, hybrids
 from .active import GENERATIONS, SEQUENCES
 from .linear_states import Carries, States
 from .models import Kind, entry, unwrapped, watched
+from .sequence import Visible
 from .versions import found, needed, version
 
 _CONTINUE = (
@@ -51,11 +52,10 @@ class _Layer(NamedTuple):
     kind: Kind
 
 
-class Cached:
-    """The mask of layers that attend to a cache, in place of a tensor: as :class:`.sequence.Visible`."""
+class Cached(Visible):
+    """What layers that attend to a cache get in place of a mask. It has no plan."""
 
-    __slots__ = ("generation", "kind", "refusal")
-    ndim = 0
+    __slots__ = ("generation",)
 
     def __init__(self, generation: Generation, kind: Kind | None) -> None:
         self.generation, self.kind = generation, kind or Kind(True)
@@ -74,9 +74,14 @@ class Generation(Carries, _Base):
     """
 
     def __init__(
-        self, model: nn.Module, transport: Transport, max_new_tokens: int, num_sequences: int, kernel: str,
+        self,
+        model: nn.Module,
+        transport: Transport,
+        max_new_tokens: int,
+        num_sequences: int,
+        kernel: str,
         deterministic: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(layers=[])
         self.model: Any = unwrapped(model)
         self.transport, self.kernel, self.deterministic = transport, kernel, deterministic

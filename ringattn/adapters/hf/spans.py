@@ -38,9 +38,14 @@ def read_whole(model: Any, batch: Mapping[str, Any], documents: Tensor | None) -
     config._attn_implementation = _READER
     embeddings = torch.empty(rows, seq_len, 1, device=next(iter(token_types.values())).device)
     made = make(
-        config=config, inputs_embeds=embeddings, attention_mask=None, past_key_values=None, position_ids=None,
-        is_first_iteration=True, **token_types,
-    )  # fmt: skip
+        config=config,
+        inputs_embeds=embeddings,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=None,
+        is_first_iteration=True,
+        **token_types,
+    )
     functions = list(made.values()) if isinstance(made, Mapping) else [made]
     several = [pair for pair in map(read, functions) if pair is not None]
     ids = next((ids for _, ids in several if ids is not None), None)
