@@ -27,7 +27,8 @@ from torch import Tensor
 
 from ..factory import Plan, plan
 from ..functional import attention
-from ..layouts.shards import Shard, length
+from ..layouts.shards import LAYOUTS, Shard, length
+from ..masks.common import full
 from ..memo import Memo
 from ..transport import group as transports
 from ..transport.agreement import hash_of
@@ -54,19 +55,20 @@ def runs_of(sizes: Sequence[int]) -> tuple[Shard, ...]:
     return tuple((range(a, b),) if b > a else () for a, b in edges)
 
 
-def contiguous(documents: Bounds, ranks: int) -> Cut:
-    """Cut each document of a row into runs of equal length."""
-    return _cut("contiguous", documents, ranks, [(r,) for r in range(ranks)])
+def by_documents(layout: str) -> Callable[[Bounds, int], Cut]:
+    """Return a function that cuts each document of a row as a layout cuts rows."""
+
+    def cut(documents: Bounds, ranks: int) -> Cut:
+        shards: list[list[range]] = [[] for _ in range(ranks)]
+        for a, b in itertools.pairwise(documents):
+            for held, shard in zip(shards, LAYOUTS[layout](full(b - a), ranks, ranks), strict=True):
+                held += [range(run.start + a, run.stop + a, run.step) for run in shard]
+        return Cut(layout, tuple(map(tuple, shards)))
+
+    return cut
 
 
-def zigzag(documents: Bounds, ranks: int) -> Cut:
-    """Cut each document of a row into twice as many runs, of which each rank holds an early and a late one."""
-    return _cut("zigzag", documents, 2 * ranks, [(r, 2 * ranks - 1 - r) for r in range(ranks)])
-
-
-def striped(documents: Bounds, ranks: int) -> Cut:
-    """Deal the tokens of a row out one by one."""
-    return Cut("striped", tuple((range(r, documents[-1], ranks),) for r in range(ranks)))
+contiguous, zigzag, striped = map(by_documents, ("contiguous", "zigzag", "striped"))
 
 
 def chunks(documents: Bounds, ranks: int) -> Cut:
@@ -74,18 +76,6 @@ def chunks(documents: Bounds, ranks: int) -> Cut:
     total = documents[-1]
     size = max(-(-total // ranks), 1)
     return Cut("contiguous", runs_of([min(size, max(total - r * size, 0)) for r in range(ranks)]))
-
-
-def _cut(layout: str, documents: Bounds, parts: int, held: Sequence[tuple[int, ...]]) -> Cut:
-    def piece(a: int, b: int, part: int) -> range:
-        size = (b - a) // parts
-        return range(a + part * size, a + (part + 1) * size)
-
-    shards = tuple(
-        tuple(piece(a, b, part) for a, b in itertools.pairwise(documents) if b > a for part in parts_of_rank)
-        for parts_of_rank in held
-    )
-    return Cut(layout, shards)
 
 
 def attend(
