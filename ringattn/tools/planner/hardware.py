@@ -121,6 +121,10 @@ def cluster(gpus: str, gpu: str, links: str, costs: Costs | None = None, fills: 
     return Cluster(hosts, local, kind, inside == "nvlink", base)
 
 
+def divisors(n: int) -> list[int]:
+    return [size for size in range(1, n + 1) if n % size == 0]
+
+
 def count(text: str) -> int:
     """Return a number of tokens: "4M", "128k" (powers of 1,024), or digits, which commas may group by three.
 

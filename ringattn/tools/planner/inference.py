@@ -8,13 +8,13 @@ activations of each layer over ``tp``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 from typing import NamedTuple
 
 from ...predict import cost
 from . import one_layer
-from .hardware import Cluster
+from .hardware import Cluster, divisors
 from .memory import Switches
 from .model_shapes import ModelShape
 from .one_layer import Row
@@ -62,19 +62,13 @@ class Answer(NamedTuple):
 
 def answers(question: Question) -> list[Answer]:
     """Return all ways: those that fit first, by the time of all tokens."""
-    found = [_answer(question, tp) for tp in _splits(question)]
+    # Weights are split over GPUs of one host, by whole groups of heads.
+    found = [_answer(question, tp) for tp in divisors(gcd(question.cluster.local_size, question.model.kv_heads))]
 
     def seconds(answer: Answer) -> float:
         return answer.first_token + answer.token_ms * question.new_tokens / 1e3
 
     return sorted(found, key=lambda answer: (not answer.fits, seconds(answer) if answer.fits else answer.bytes))
-
-
-def _splits(q: Question) -> Iterator[int]:
-    """Yield the numbers of GPUs over which weights can be split: of one host, with whole groups of heads."""
-    for tp in range(1, min(q.cluster.local_size, q.model.kv_heads) + 1):
-        if q.cluster.local_size % tp == 0 and q.model.kv_heads % tp == 0:
-            yield tp
 
 
 def _answer(q: Question, tp: int) -> Answer:

@@ -120,13 +120,17 @@ class _Layer(NamedTuple):
         )  # fmt: skip
 
 
-def parts(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> dict[str, int]:
+def parts(
+    model: ModelShape, tokens_per_gpu: int, switches: Switches, attention: one_layer.Bytes | None = None
+) -> dict[str, int]:
     """Return the bytes of one GPU at the peak of a step, by the names of :data:`LABELS`; their sum is the peak.
 
     Args:
         tokens_per_gpu: tokens of the row on one GPU; the row has as many times ``switches.ranks``.
+        attention: what it allocates; None: :func:`buffers`.
     """
-    return _largest(model, tokens_per_gpu, switches, buffers(model, tokens_per_gpu, switches))
+    moments = _moments(model, tokens_per_gpu, switches, attention or buffers(model, tokens_per_gpu, switches))
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def buffers(model: ModelShape, tokens_per_gpu: int, s: Switches) -> one_layer.Bytes:
@@ -134,10 +138,6 @@ def buffers(model: ModelShape, tokens_per_gpu: int, s: Switches) -> one_layer.By
     heads, kv_heads = (-(-n // s.head_groups) for n in (model.heads, model.kv_heads))
     shape = replace(model.attention(s.itemsize), q_heads=heads, kv_heads=kv_heads)
     return one_layer.memory(s.row(tokens_per_gpu), shape)
-
-
-def _largest(model: ModelShape, tokens: int, switches: Switches, buffers: one_layer.Bytes) -> dict[str, int]:
-    return max(_moments(model, tokens, switches, buffers), key=lambda moment: sum(moment.values()))
 
 
 def peak(model: ModelShape, tokens_per_gpu: int, switches: Switches) -> int:
@@ -165,7 +165,7 @@ def longest(model: ModelShape, capacity: int, switches: Switches) -> int:
         def room(n: int) -> int:
             """Return the bytes that are left by ``128 * n`` tokens."""
             some = one_layer.Bytes(round(128 * n * kept), round(128 * n * backward))  # noqa: B023
-            return capacity - sum(_largest(model, 128 * n, switches, some).values())
+            return capacity - sum(parts(model, 128 * n, switches, some).values())
 
         longer = 128 * bisect_right(range(1, one_layer.LONGEST // switches.ranks // 128 + 1), 0, key=lambda n: -room(n))
     while tokens and peak(model, tokens, switches) > capacity:
@@ -222,8 +222,8 @@ def _moments(model: ModelShape, tokens: int, s: Switches, buffers: one_layer.Byt
                 attention=buffers.kept + more, logits=0,
             )
         )  # fmt: skip
-    update = dict(always, gathered=0, gradients=on_gpu * s.param_itemsize, kept=0, layer=0, logits=0)
-    return [{name: moment[name] for name in LABELS} for moment in (*moments, update)]
+    update = dict(always, gradients=on_gpu * s.param_itemsize)
+    return [{name: moment.get(name, 0) for name in LABELS} for moment in (*moments, update)]
 
 
 def _kept(model: ModelShape, a: _Layer, s: Switches, layers: int) -> tuple[int, int]:

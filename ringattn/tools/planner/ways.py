@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from . import memory, one_layer
-from .hardware import Cluster
+from .hardware import Cluster, divisors
 from .memory import Switches
 from .model_shapes import ModelShape
 from .training_step import Step, Way, step
@@ -48,11 +48,10 @@ class Problem(NamedTuple):
 
 def sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
     """Yield (hosts, GPUs of each) that can share a row: divisors of a host, then hosts that divide their number."""
-    for size in range(1, cluster.local_size + 1):
-        if cluster.local_size % size == 0:
-            yield 1, size
-    for hosts in range(2, min(cluster.hosts, MOST // cluster.local_size) + 1):
-        if cluster.hosts % hosts == 0:
+    for size in divisors(cluster.local_size):
+        yield 1, size
+    for hosts in divisors(cluster.hosts)[1:]:
+        if hosts * cluster.local_size <= MOST:
             yield hosts, cluster.local_size
 
 
