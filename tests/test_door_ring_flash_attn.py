@@ -341,6 +341,13 @@ def test_attention_as_before_where_the_switch_is_off() -> None:
     assert transformers.modeling_flash_attention_utils._flash_attention_forward is before[1]
 
 
+def test_a_caller_of_transformers_function_finds_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = pytest.importorskip("transformers").modeling_flash_attention_utils
+    monkeypatch.setattr(flash, "_flash_attention_forward", lambda q, *args, **options: (q.shape, options["is_causal"]))
+    x, module = torch.zeros(1, 2, 5, 8), types.SimpleNamespace(is_causal=True)
+    assert ring_flash_hf.flash_attention_forward(module, x, x, x, None) == (((1, 5, 2, 8), True), None)  # type: ignore[arg-type]
+
+
 # --- OpenRLHF ------------------------------------------------------------------------------------------
 
 

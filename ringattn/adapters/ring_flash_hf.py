@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..transport import group as transports
 from .replacing import everywhere
@@ -68,6 +68,30 @@ def create_ring_flash_attention_forward(process_group: Any, heads_k_stride: int)
         return out
 
     return [forward]
+
+
+def flash_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend as transformers' function of this name does, of (batch, heads, local tokens, head_dim): for programs that
+    put it into ``ALL_ATTENTION_FUNCTIONS`` and replace ``_flash_attention_forward`` themselves."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    forward: Any = flash._flash_attention_forward
+    out = forward(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        attention_mask,
+        query_length=query.shape[2],
+        is_causal=module.is_causal if is_causal is None else is_causal,
+        dropout=dropout,
+        softmax_scale=scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        **others,
+    )
+    return out, None
 
 
 def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> None:
