@@ -1,7 +1,7 @@
 """plan(): check the request, agree on it with all ranks, choose layout and dataflow, and make the Plan.
 
-:class:`Plan` is what users get: the data of :class:`.plans.Plan`, and methods that move the tokens of a row between
-ranks.
+:class:`Plan` is what users get: the data of :class:`.plans.Plan`, methods that move the tokens of a row between ranks,
+and what its dataflow predicts and proves.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Never
 from torch import Tensor
 
 from . import choosing, operators, plans
-from .dataflow import DATAFLOWS
+from .dataflow import DATAFLOWS, Dataflow
 from .dataflow import choose as choose_dataflow
 from .masks.intervals import Mask
 from .memo import Memo, on_the_host, untraced
 from .plan_arguments import ADVICE, BUFFER_BYTES, Request, unexpected
+from .shape import Shape
 from .transport import group as transports
 from .transport import lockstep
 from .transport.agreement import hash_of
@@ -149,6 +150,72 @@ class Plan(plans.Plan):
         self.check_agreement()
         self.note_split()
         return shard_batch(self, batch, seq_dims=seq_dims)
+
+    @property
+    def flow(self) -> Dataflow:
+        """How shards meet: what runs, predicts and proves this plan."""
+        return choose_dataflow(self.dataflow, self.deterministic)
+
+    @on_the_host
+    def traffic(self, rank: int | None = None) -> tuple[int, int]:
+        """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
+        shards, contributions = self.flow.traffic(self, self.rank if rank is None else rank)
+        return sum(shards), sum(contributions)
+
+    @on_the_host
+    def traffic_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
+        """Return the bytes that a rank sends in a forward or backward of one layer, see :class:`.shape.Shape`."""
+        return sum(self.flow.traffic_bytes(self, Shape.checked(shape), backward, self.rank if rank is None else rank))
+
+    @on_the_host
+    def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
+        """Return the bytes that a rank sends to ranks of other nodes, so over the network, in a forward or backward of
+        one layer. The rest of :meth:`traffic_bytes` stays inside of its node.
+
+        Args:
+            backward: those of the backward; otherwise those of the forward.
+            rank: the one that sends; this one if absent.
+            shape: fields of :class:`.shape.Shape`.
+        """
+        rank = self.rank if rank is None else rank
+        return self.between_nodes(self.flow.traffic_bytes(self, Shape.checked(shape), backward, rank), rank)
+
+    @on_the_host
+    def memory_bytes(self, *, backward: bool = False, **shape: int) -> int:
+        """Return the predicted peak of what one attention allocates on this rank in addition to its inputs and results;
+        ``shape``: :class:`.shape.Shape`. Not counted are gradients of parts of a group of query heads that the Hopper
+        backward sums afterwards where there are few keys and key heads: up to 0.1 GB at head dim 128."""
+        return self.flow.memory_bytes(self, Shape.checked(shape), backward)
+
+    @on_the_host
+    def describe(self, *, kernel: str = "auto", **shape: int) -> str:
+        """Return as text which shards meet at which step, the bytes that move, predicted time and memory, why "auto"
+        chose this dataflow, and for a ``kernel`` that borrows others which parts run where, and why.
+
+        Predictions are for ``shape``, some of ``batch``, ``q_heads`` (a multiple of ``kv_heads``), ``kv_heads``,
+        ``head_dim``, ``head_dim_v`` and ``itemsize`` (:class:`.shape.Shape`); they are arithmetic, not measurements,
+        with one set of rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this
+        machine, or default ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan`
+        describes GPUs on a machine that has none.
+        """
+        from .dataflow.description import describe
+
+        return describe(self.flow, self, Shape.checked(shape), kernel)
+
+    @on_the_host
+    def verify(self) -> str:
+        """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has its
+        receive in the same order, every contribution comes home exactly once.
+
+        Time O(world_size * (seq_len + seq_len_k)).
+
+        Returns:
+            A sentence that says what was proved.
+
+        Raises:
+            AssertionError: with what is wrong and where.
+        """
+        return self.flow.verify(self)
 
 
 @on_the_host
@@ -297,4 +364,5 @@ def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | Non
     else:
         choice = choice or choosing.choose(request, transport, costs, placed)
         dataflow = choice.dataflow
-    return Plan(request, placed, choose_dataflow(dataflow, request.deterministic), dataflow, transport, choice, digest)
+    schedule = choose_dataflow(dataflow, request.deterministic).schedule(placed.needs, request.local_size)
+    return Plan(request, placed, schedule, dataflow, transport, choice, digest)

@@ -1,14 +1,14 @@
 """Plan: mask, layout and schedule for one sequence shape, agreed by all ranks and used by every layer.
 
-A plan is data: it holds what was decided and derives blocks from it. :mod:`.factory` makes plans, :mod:`.dataflow`
-runs them and predicts what they cost, :mod:`.verify` proves them.
+A plan is data: it holds what was decided and derives blocks from it. :mod:`.factory` makes plans, and adds to them what
+needs a dataflow: predictions and proofs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,38 +23,12 @@ from .masks.pairs import count_below
 from .memo import Handles, Memo, on_the_host
 from .plan_arguments import Request
 from .program import SIGNATURES, Programs
-from .shape import Shape
 from .transport import lockstep
 from .transport.agreement import Agreement, Value
 from .transport.group import Transport
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class Flow(Protocol):
-    """What a plan asks of its dataflow (:class:`.dataflow.base.Dataflow`): a schedule, predictions and proofs."""
-
-    moves_queries: bool
-    summary: str
-
-    def schedule(self, needs: tuple[tuple[bool, ...], ...], local_size: int) -> Schedule: ...
-
-    def traffic(self, plan: Plan, rank: int) -> tuple[list[int], list[int]]: ...
-
-    def traffic_bytes(self, plan: Plan, shape: Shape, backward: bool, rank: int) -> list[int]: ...
-
-    def memory_bytes(self, plan: Plan, shape: Shape, backward: bool) -> int: ...
-
-    def meetings(self, plan: Plan) -> list[str]: ...
-
-    def moves_inside(self, plan: Plan) -> str: ...
-
-    def describe(self, plan: Plan, shape: Shape, kernel: str) -> str: ...
-
-    def verify(self, plan: Plan) -> str: ...
-
-    def prepare(self, plan: Plan) -> None: ...
 
 
 class Begun(NamedTuple):
@@ -65,6 +39,16 @@ class Begun(NamedTuple):
     text: str
     signature: tuple[object, ...]
     like: tuple[object, ...]
+
+
+def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
+    """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
+
+    @functools.wraps(function)
+    def kept(plan: Plan, *arguments: P.args, **named: P.kwargs) -> T:
+        return plan.once(function, *arguments, **named)  # which takes no named ones
+
+    return kept
 
 
 class Plan:
@@ -84,7 +68,6 @@ class Plan:
         fetches: for every rank the runs of keys that its queries see, its own included, sorted by position.
         needs: ``needs[q_rank][k_rank]``: some query of one rank sees some key of the other.
         schedule: the walk of the shards that travel: keys and values in a ring, queries in a reduce.
-        flow: the dataflow, which predicts and proves.
         transport: moves tensors between the ranks.
         nodes: the ranks of each node.
         choice: why "auto" chose this dataflow; None where it was given.
@@ -100,7 +83,7 @@ class Plan:
         self,
         request: Request,
         placement: Placement,
-        flow: Flow,
+        schedule: Schedule,
         dataflow: str,
         transport: Transport,
         choice: Any,
@@ -108,16 +91,11 @@ class Plan:
     ) -> None:
         self.mask, self.documents = request.mask, request.documents
         self.seq_len, self.seq_len_k = self.mask.seq_len, self.mask.seq_len_k
-        self.deterministic, self.buffer_bytes, self.timeout = (
-            request.deterministic,
-            request.buffer_bytes,
-            request.timeout,
-        )
-        self.nodes, self.row = request.nodes, request.row
+        self.deterministic, self.timeout = request.deterministic, request.timeout
+        self.nodes, self.row, self.buffer_bytes = request.nodes, request.row, request.buffer_bytes
         self.layout, self.why, self.needs = placement.layout, placement.why, placement.needs
         self.shards, self.shards_k, self.fetches = placement.shards, placement.shards_k, placement.fetches
-        self.dataflow, self.flow, self.choice, self.digest = dataflow, flow, choice, digest
-        self.schedule: Schedule = flow.schedule(self.needs, request.local_size)
+        self.schedule, self.dataflow, self.choice, self.digest = schedule, dataflow, choice, digest
         self.transport, self.rank, self.world_size = transport, transport.rank, transport.world_size
         self.memo: Memo[Any] = Memo(1 << 14)
         self.programs = Programs()  # of calls that repeat
@@ -168,9 +146,12 @@ class Plan:
             or torch._C._len_torch_dispatch_stack()
             or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
         ):  # what is made is a part of a graph, or fake: not to be kept
-            return _positions(self, shards)
+            return self._positions(shards)
         self.transport.calls.follow(device)
-        return self.once(_positions, shards).clone()
+        return self.once(Plan._positions, shards).clone()
+
+    def _positions(self, shards: str) -> Tensor:
+        return layouts.positions(getattr(self, shards)[self.rank], self.transport.device)
 
     def note_split(self) -> None:
         """Note that tokens were split by this plan, or its positions asked for, see :meth:`_warn_of_another_split`."""
@@ -228,13 +209,15 @@ class Plan:
     # What dataflows read
 
     @property
+    @once
     def steps(self) -> tuple[Step, ...]:
         """This rank's steps of the schedule."""
-        return self.once(_steps)
+        return self.schedule.steps(self.rank)
 
+    @once
     def block(self, q_rank: int, k_rank: int) -> Block:
-        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices, on the CPU. Made once."""
-        return self.once(_block, q_rank, k_rank)
+        """Return which keys of ``k_rank`` the queries of ``q_rank`` see, in local indices, on the CPU."""
+        return self.make_block(q_rank, self.shards_k[k_rank])
 
     def make_block(
         self,
@@ -245,7 +228,28 @@ class Plan:
     ) -> Block:
         """Return which keys of a buffer the queries of a rank see; ``keys``, ``segments_k`` and ``rows`` as of
         :func:`.layouts.blocks.make`."""
-        return blocks.make(self.mask, self.shards[q_rank], self.once(_seen, q_rank), keys, segments_k, rows)
+        return blocks.make(self.mask, self.shards[q_rank], self._seen(q_rank), keys, segments_k, rows)
+
+    @once
+    def _seen(self, q_rank: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the visible keys of the queries of a rank under each member of the mask, in global positions."""
+        return blocks.intervals(self.mask, self.shards[q_rank])
+
+    @on_the_host
+    @once
+    def visible(self, q_rank: int, k_rank: int) -> int:
+        """Return how many (query, key) pairs of two ranks are visible, summed over the mask's rows: work, up to
+        ``4 * heads * head_dim`` floating-point operations each in the forward."""
+        return sum(
+            int((count_below(run, end) - count_below(run, start)).sum())
+            for start, end in self._seen(q_rank)
+            for run in self.shards_k[k_rank]
+        )
+
+    def between_nodes(self, sent: Sequence[int], rank: int) -> int:
+        """Return the part that goes to ranks of other nodes of what a rank sends to each rank."""
+        node = next(ranks for ranks in self.nodes if rank in ranks)
+        return sum(count for peer, count in enumerate(sent) if peer not in node)
 
     def once(self, function: Callable[..., T], *arguments: Hashable) -> T:
         """Return ``function(plan, *arguments)``, computed once. The key is the function, so pass a named one."""
@@ -362,117 +366,6 @@ class Plan:
             transport.agree(what, {}, error)
         else:
             transport.refuse(what, error)
-
-    # What users read
-
-    @on_the_host
-    def visible(self, q_rank: int, k_rank: int) -> int:
-        """Return how many (query, key) pairs of two ranks are visible, summed over the mask's rows: work, up to
-        ``4 * heads * head_dim`` floating-point operations each in the forward."""
-
-        return self.once(_visible, q_rank, k_rank)
-
-    @on_the_host
-    def traffic(self, rank: int | None = None) -> tuple[int, int]:
-        """Return the tokens that a rank sends in one traversal: (of shards that travel, of contributions to them)."""
-        shards, contributions = self.flow.traffic(self, self.rank if rank is None else rank)
-        return sum(shards), sum(contributions)
-
-    @on_the_host
-    def traffic_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
-        """Return the bytes that a rank sends in a forward or backward of one layer, see :class:`.shape.Shape`."""
-        return sum(self.flow.traffic_bytes(self, Shape.checked(shape), backward, self.rank if rank is None else rank))
-
-    @on_the_host
-    def network_bytes(self, *, backward: bool = False, rank: int | None = None, **shape: int) -> int:
-        """Return the bytes that a rank sends to ranks of other nodes, so over the network, in a forward or backward of
-        one layer. The rest of :meth:`traffic_bytes` stays inside of its node.
-
-        Args:
-            backward: those of the backward; otherwise those of the forward.
-            rank: the one that sends; this one if absent.
-            shape: fields of :class:`.shape.Shape`.
-        """
-        rank = self.rank if rank is None else rank
-        return self.between_nodes(self.flow.traffic_bytes(self, Shape.checked(shape), backward, rank), rank)
-
-    def between_nodes(self, sent: Sequence[int], rank: int) -> int:
-        """Return the part that goes to ranks of other nodes of what a rank sends to each rank."""
-        node = next(ranks for ranks in self.nodes if rank in ranks)
-        return sum(count for peer, count in enumerate(sent) if peer not in node)
-
-    @on_the_host
-    def memory_bytes(self, *, backward: bool = False, **shape: int) -> int:
-        """Return the predicted peak of what one attention allocates on this rank in addition to its inputs and results;
-        ``shape``: :class:`.shape.Shape`. Not counted are gradients of parts of a group of query heads that the Hopper
-        backward sums afterwards where there are few keys and key heads: up to 0.1 GB at head dim 128."""
-        return self.flow.memory_bytes(self, Shape.checked(shape), backward)
-
-    @on_the_host
-    def describe(self, *, kernel: str = "auto", **shape: int) -> str:
-        """Return as text which shards meet at which step, the bytes that move, predicted time and memory, why "auto"
-        chose this dataflow, and for a ``kernel`` that borrows others which parts run where, and why.
-
-        Predictions are for ``shape``, some of ``batch``, ``q_heads`` (a multiple of ``kv_heads``), ``kv_heads``,
-        ``head_dim``, ``head_dim_v`` and ``itemsize`` (:class:`.shape.Shape`); they are arithmetic, not measurements,
-        with one set of rates, which the first line names: those that ``benchmarks/calibrate.py`` measured on this
-        machine, or default ones of its kind of device. ``group=ringattn.virtual.gpus(8)`` of :func:`ringattn.plan`
-        describes GPUs on a machine that has none.
-        """
-        return self.flow.describe(self, Shape.checked(shape), kernel)
-
-    @on_the_host
-    def verify(self) -> str:
-        """Prove this plan, for all ranks: every visible (query, key) pair is computed exactly once, every send has its
-        receive in the same order, every contribution comes home exactly once.
-
-        Time O(world_size * (seq_len + seq_len_k)).
-
-        Returns:
-            A sentence that says what was proved.
-
-        Raises:
-            AssertionError: with what is wrong and where.
-        """
-        return self.flow.verify(self)
-
-
-# What is derived from a plan once
-
-
-def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
-    """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
-
-    @functools.wraps(function)
-    def kept(plan: Plan, *arguments: P.args, **named: P.kwargs) -> T:
-        return plan.once(function, *arguments, **named)  # which takes no named ones
-
-    return kept
-
-
-def _positions(plan: Plan, shards: str) -> Tensor:
-    return layouts.positions(getattr(plan, shards)[plan.rank], plan.transport.device)
-
-
-def _steps(plan: Plan) -> tuple[Step, ...]:
-    return plan.schedule.steps(plan.rank)
-
-
-def _seen(plan: Plan, q_rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the visible keys of the queries of a rank under each member of the mask, in global positions."""
-    return blocks.intervals(plan.mask, plan.shards[q_rank])
-
-
-def _block(plan: Plan, q_rank: int, k_rank: int) -> Block:
-    return plan.make_block(q_rank, plan.shards_k[k_rank])
-
-
-def _visible(plan: Plan, q_rank: int, k_rank: int) -> int:
-    return sum(
-        int((count_below(run, end) - count_below(run, start)).sum())
-        for start, end in plan.once(_seen, q_rank)
-        for run in plan.shards_k[k_rank]
-    )
 
 
 def not_a_plan(x: object) -> TypeError:

@@ -254,8 +254,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 # and methods for dataflows and other parts.
 ELSEWHERE = {"check", "install", "batch.BOUNDARIES", "batch.IGNORE", "Plan"}
 ELSEWHERE |= {f"Plan.{name}" for name in (
-    "agree_again", "begin", "begin_again", "between_nodes", "block", "check_agreement", "is_agreed", "make_block",
-    "note_split", "once", "refuse", "result_of", "steps",
+    "agree_again", "begin", "begin_again", "between_nodes", "block", "check_agreement", "flow", "is_agreed",
+    "make_block", "note_split", "once", "refuse", "result_of", "steps",
 )}  # fmt: skip
 ELSEWHERE |= {f"loss.AnswerLogProbs.{name}" for name in ("count", "index", *loss.AnswerLogProbs._fields)}
 ELSEWHERE |= {f"Step.{name}" for name in ("compare", "history", "layer", "refuse")}

@@ -312,7 +312,7 @@ def test_verify_notices_wrong_shards_and_wrong_blocks() -> None:
         block = wrong.block(2, 1)
         bounds = {f.name: getattr(block, f.name) for f in dataclasses.fields(Block) if f.init}
         bounds[field] = (bounds[field] + shift).clamp(0, block.seq_k)
-        wrong.memo.put((plans._block, 2, 1), Block(**bounds))
+        wrong.memo.put((plans.Plan.block.__wrapped__, 2, 1), Block(**bounds))
         with pytest.raises(AssertionError, match="not what its mask says"):
             wrong.verify()
 

@@ -214,7 +214,7 @@ class Dataflow:
 
     def meetings(self, plan: Plan) -> list[str]:
         """Return lines that say which ranks meet which shards in each step."""
-        from .description import shortened
+        from ..layouts.loads import shortened  # only plans that are described need it
 
         ranks = [plan.schedule.steps(rank) for rank in range(plan.world_size)]
         lines = []
@@ -229,9 +229,3 @@ class Dataflow:
     def moves_inside(self, plan: Plan) -> str:
         """Return what moves tokens inside of a node: "messages" or "copy engines"."""
         return "messages"
-
-    def describe(self, plan: Plan, shape: Shape, kernel: str = "auto") -> str:
-        """Return the text of :meth:`ringattn.plans.Plan.describe`."""
-        from .description import describe
-
-        return describe(self, plan, shape, kernel, self.own_blocks(plan))

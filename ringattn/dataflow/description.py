@@ -1,4 +1,4 @@
-"""The text of :meth:`ringattn.plans.Plan.describe`."""
+"""The text of :meth:`ringattn.Plan.describe`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from ..choosing import costs_of
 from ..kernels import backends
 from ..kernels.contract import Block, Score
-from ..layouts.loads import LISTED, Loads, work_of_ranks
-from ..plans import Flow, Plan
+from ..layouts.loads import Loads, work_of_ranks
+from ..plans import Plan
 from ..predict.cost import LINKS
 from ..shape import Shape
+from .base import Dataflow
 
 
-def describe(flow: Flow, plan: Plan, shape: Shape, kernel: str, blocks: Iterable[Block]) -> str:
+def describe(flow: Dataflow, plan: Plan, shape: Shape, kernel: str) -> str:
     """Return what moves and when, the time and memory that are predicted, and the balance of work."""
     n = plan.world_size
     costs, source = costs_of(plan.transport) if plan.choice is None else (plan.choice.costs, plan.choice.source)
@@ -65,7 +66,7 @@ def describe(flow: Flow, plan: Plan, shape: Shape, kernel: str, blocks: Iterable
         lines.append(f"  {Loads.of(plan.mask, plan.shards, plan.shards_k, plan.fetches)}")
     of_attention = "  buffers of attention, in addition to q, k, v, out: {:.1f} MiB forward, {:.1f} MiB backward"
     lines.append(of_attention.format(*memory))
-    lines += kernels(blocks, plan, shape, kernel)
+    lines += kernels(flow.own_blocks(plan), plan, shape, kernel)
     lines += [plan.why] * bool(plan.why)
     return "\n".join(lines if plan.choice is None else [*lines, str(plan.choice)])
 
@@ -96,10 +97,3 @@ def kernels(blocks: Iterable[Block], plan: Plan, shape: Shape, kernel: str) -> l
         f"  kernel: {what} for {count} of {total} block{'s' * (total > 1)} of {rank}{f' ({why})' * bool(why)}"
         for (what, why), count in counts.items()
     ]
-
-
-def shortened(items: list[str], what: str) -> list[str]:
-    """Return the first items of a text, and how many more there are."""
-    if len(items) <= LISTED + 1:  # one more is as long as the line that says so
-        return items
-    return [*items[:LISTED], f"... and {len(items) - LISTED} more {what}"]

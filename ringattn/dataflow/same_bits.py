@@ -34,11 +34,11 @@ from .. import verify
 from ..kernels import long_sums
 from ..kernels.contract import Block, Keys, Queries, Result, Score, flush_period
 from ..layouts import shards as layouts
+from ..layouts.loads import shortened
 from ..layouts.schedule import waves
 from ..plans import Plan
 from ..shape import Shape
 from .base import Call, Dataflow, Gradients, Traffic
-from .description import shortened
 from .routes import tokens_sent
 from .tiles import (
     Side,

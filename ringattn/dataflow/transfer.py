@@ -174,7 +174,7 @@ class Hierarchical(Transfer):
 
 
 def _lines(what: str, fetches: Sequence[Sequence[Fetch]]) -> list[str]:
-    from .description import shortened  # only plans that are described need it
+    from ..layouts.loads import shortened  # only plans that are described need it
 
     def text(runs: Sequence[Fetch]) -> str:
         tokens = [f"{run.owner}[{run.tokens.start}:{run.tokens.stop}]" for run in runs]

@@ -61,7 +61,8 @@ def of_row(transport: Transport, slots: Slots, memory: Memory, row: Row, new: in
     request = Request(mask, mask, parts, "contiguous", "ring", True, nodes, BUFFER_BYTES, None, world_size)
     queries = tuple((range(new),) if rank == home else () for rank in range(world_size))
     placed = Placement("contiguous", queries, keys, ((),) * world_size)
-    return OrderedRow(home, Plan(request, placed, SAME_BITS, "ring", transport, None, 0), places)
+    schedule = SAME_BITS.schedule(placed.needs, world_size)
+    return OrderedRow(home, Plan(request, placed, schedule, "ring", transport, None, 0), places)
 
 
 def attend(rows: Sequence[OrderedRow | None], q: Tensor, pool: Pool, score: Score, backend: Backend) -> Result:

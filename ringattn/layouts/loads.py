@@ -150,3 +150,10 @@ def _least_fetched(mask: Mask, work: Work, world_size: int) -> int:
             fetched += sum(map(len, seen)) - own
             past = low
     return fetched
+
+
+def shortened(items: list[str], what: str) -> list[str]:
+    """Return the first items of a text, and how many more there are."""
+    if len(items) <= LISTED + 1:  # one more is as long as the line that says so
+        return items
+    return [*items[:LISTED], f"... and {len(items) - LISTED} more {what}"]
