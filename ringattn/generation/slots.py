@@ -54,6 +54,11 @@ class Record:
     def length(self) -> int:
         return sum(tokens.count for tokens in self.tokens)
 
+    @property
+    def tables(self) -> Iterator[tuple[int, int, array[int]]]:
+        """The page tables, each with its kind and rank."""
+        return ((kind, rank, table) for kind, tables in enumerate(self.pages) for rank, table in enumerate(tables))
+
 
 class Row(NamedTuple):
     """A sequence as it was before a step."""
@@ -103,7 +108,7 @@ class _Want(NamedTuple):
 
 
 class Slots:
-    """The page tables of all ranks.
+    """The page tables of all ranks. What needs room raises CacheFull where there is none, and has changed nothing then.
 
     Attributes:
         world_size, page_size: of the cache.
@@ -123,11 +128,7 @@ class Slots:
         self.history = zlib.crc32(repr(what).encode(), self.history)
 
     def __getitem__(self, number: int) -> Record:
-        """Return a sequence.
-
-        Raises:
-            ValueError: it was freed, or is of another cache.
-        """
+        """Return a sequence. Raise ValueError for one that was freed, or is of another cache."""
         record = self._sequences.get(number) if type(number) is int else None
         if record is None:
             if type(number) is int and 0 <= number < self._next:
@@ -154,11 +155,7 @@ class Slots:
         """Return a sequence that begins with another one's tokens, and pages to copy.
 
         All pages with tokens are shared. Where the last one has room that is reserved, which a captured step may fill
-        without telling the allocator, the fork gets a copy of it at once.
-
-        Raises:
-            CacheFull: for such a copy.
-        """
+        without telling the allocator, the fork gets a copy of it at once."""
         old = self[number]
         filled = [
             [table[: -(-tokens.count // self.page_size)] for table, tokens in zip(tables, old.tokens, strict=True)]
@@ -171,21 +168,17 @@ class Slots:
         new.turn, new.turn_tokens = old.turn, old.turn_tokens
         new.pages, new.passed = filled, [passed.copy() for passed in old.passed]
         copies = []
-        for kind, tables in enumerate(filled):
-            for rank, table in enumerate(tables):
-                pool = self.pools[kind][rank]
-                pool.share(table)
-                if rank in reserved:
-                    copies.append(self._copied(kind, rank, table, len(table) - 1))
+        for kind, rank, table in new.tables:
+            self.pools[kind][rank].share(table)
+            if rank in reserved:
+                copies.append(self._copied(kind, rank, table, len(table) - 1))
         self.note("fork", number)
         return new.number, copies
 
     def free(self, number: int) -> None:
         """Forget a sequence and give its pages back."""
-        sequence = self[number]
-        for pools, tables in zip(self.pools, sequence.pages, strict=True):
-            for pool, table in zip(pools, tables, strict=True):
-                pool.release(table)
+        for kind, rank, table in self[number].tables:
+            self.pools[kind][rank].release(table)
         del self._sequences[number]
         self.note("free", number)
 
@@ -198,9 +191,6 @@ class Slots:
 
         Args:
             shards: for every rank the runs of its new tokens; all together follow the tokens of the sequence.
-
-        Raises:
-            CacheFull: nothing has changed.
         """
         sequence = self[number]
         copies = self._make_room(self._chunk(sequence, shards))
@@ -210,18 +200,9 @@ class Slots:
         return copies
 
     def step(self, numbers: Sequence[int], new: int) -> tuple[list[Row], list[Copy]]:
-        """Add ``new`` tokens to each sequence; return the sequences as they were, and the pages to copy first.
-
-        Raises:
-            CacheFull: nothing has changed.
-        """
-        sequences = [self[number] for number in numbers]
+        """Add ``new`` tokens to each sequence; return the sequences as they were, and the pages to copy first."""
         rows = [self.row(number) for number in numbers]
-        growths = []
-        for sequence, row in zip(sequences, rows, strict=True):
-            count = row.counts[row.turn]
-            growths.append(_Growth(sequence, row.turn, (count,) * len(self.kinds), count + new))
-        copies = self._make_room(growths)
+        copies = self._make_room([self._growth(self[row.sequence], row.turn, new) for row in rows])
         for row in rows:
             self.count(row, new)
         self.note("step", *numbers, new)
@@ -245,34 +226,20 @@ class Slots:
 
     def replay(self, number: int, new: int, steps: int) -> None:
         """Record that a sequence has had steps of ``new`` tokens added, whose slots have pages."""
-        sequence = self[number]
-        for rank, turn in self._turns(sequence, new):
-            taken, length = min(turn, steps) * new, sequence.length
-            if not taken:
-                break
-            sequence.tokens[rank].append([range(length, length + taken)])
-            in_turn = sequence.turn_tokens + taken  # 0 before a turn that begins here
-            sequence.turn, sequence.turn_tokens = rank, in_turn if in_turn < self.page_size else 0
-            steps -= taken // new
+        for _ in range(steps):
+            self.count(self.row(number), new)
 
     def reserve(self, numbers: Sequence[int], tokens: int, new: int) -> list[Copy]:
-        """Make room for ``tokens`` more tokens of each sequence in steps of ``new``; return the pages to copy first.
-
-        Raises:
-            CacheFull: nothing has changed.
-        """
+        """Make room for ``tokens`` more tokens of each sequence in steps of ``new``; return the pages to copy first."""
         growths = []
         for sequence in map(self.__getitem__, numbers):
-            left = -(-tokens // new)
-            counts = [one.count for one in sequence.tokens]
-            past = counts.copy()
+            left, more = -(-tokens // new), [0] * self.world_size
             for rank, steps in self._turns(sequence, new):
-                past[rank] += min(left, steps) * new
+                more[rank] += min(left, steps) * new
                 left -= min(left, steps)
                 if not left:
                     break
-            for rank, (count, end) in enumerate(zip(counts, past, strict=True)):
-                growths.append(_Growth(sequence, rank, (count,) * len(self.kinds), end))
+            growths += [self._growth(sequence, rank, count) for rank, count in enumerate(more)]
         copies = self._make_room(growths)
         for growth in growths:
             growth.sequence.reserved[growth.rank] = max(growth.past, growth.sequence.reserved[growth.rank])
@@ -292,32 +259,28 @@ class Slots:
         return total
 
     def cut(self, number: int, length: int) -> None:
-        """Keep the first ``length`` tokens of a sequence.
-
-        Raises:
-            ValueError: it has fewer, or a window that passed has taken what its next token would see.
-        """
+        """Keep the first ``length`` tokens of a sequence. Raise ValueError if it has fewer, or if a window that passed
+        has taken what its next token would see."""
         sequence = self[number]
         if not 0 <= length <= sequence.length:
             raise ValueError(f"sequence {number} has {sequence.length} tokens; it cannot be cut to {length}")
         counts = [tokens.before(length) for tokens in sequence.tokens]
-        for kind, tables in zip(self.kinds, sequence.pages, strict=True):
-            for table, tokens, count in zip(tables, sequence.tokens, counts, strict=True):
-                first = min(count, tokens.before(length - kind.window)) if kind.window >= 0 else 0
-                needed = table[first // self.page_size : -(-count // self.page_size)]
-                if NONE in needed or len(needed) < -(-count // self.page_size) - first // self.page_size:
-                    raise ValueError(
-                        f"sequence {number} cannot be cut from {sequence.length} tokens to {length}: layers with a "
-                        f"window of {kind.window} keep only the last {kind.window + SLACK}; fork it before it grows"
-                    )
-        for pools, tables in zip(self.pools, sequence.pages, strict=True):
-            for pool, table, count in zip(pools, tables, counts, strict=True):
-                pool.release(table[-(-count // self.page_size) :])
-                del table[-(-count // self.page_size) :]
+        pages = [-(-count // self.page_size) for count in counts]
+        for kind, rank, table in sequence.tables:
+            window = self.kinds[kind].window
+            unseen = min(counts[rank], sequence.tokens[rank].before(length - window)) if window >= 0 else 0
+            needed = table[unseen // self.page_size : pages[rank]]
+            if NONE in needed or len(needed) < pages[rank] - unseen // self.page_size:
+                raise ValueError(
+                    f"sequence {number} cannot be cut from {sequence.length} tokens to {length}: layers with a "
+                    f"window of {window} keep only the last {window + SLACK}; fork it before it grows"
+                )
+        for kind, rank, table in sequence.tables:
+            self.pools[kind][rank].release(table[pages[rank] :])
+            del table[pages[rank] :]
+            sequence.passed[kind][rank] = min(sequence.passed[kind][rank], len(table))
         for tokens, count in zip(sequence.tokens, counts, strict=True):
             tokens.cut(count)
-        sequence.passed = [list(map(min, passed, map(len, tables)))
-                           for passed, tables in zip(sequence.passed, sequence.pages, strict=True)]  # fmt: skip
         sequence.turn_tokens, sequence.reserved = 0, [0] * self.world_size
         self.note("cut", number, length)
 
@@ -366,6 +329,11 @@ class Slots:
 
     # Room
 
+    def _growth(self, sequence: Record, rank: int, more: int) -> _Growth:
+        """Return what ``more`` slots after those of a rank need."""
+        count = sequence.tokens[rank].count
+        return _Growth(sequence, rank, (count,) * len(self.kinds), count + more)
+
     def _chunk(self, sequence: Record, shards: Sequence[Shard]) -> list[_Growth]:
         """Return the pages a chunk needs; windowed layers store only tokens that later queries can see."""
         lengths = [sum(map(len, shard)) for shard in shards]
@@ -376,7 +344,7 @@ class Slots:
             start = count = sequence.tokens[rank].count
             if early := sum(len(run) - len(_since(run, sinks)) for run in shard):
                 # Sinks get pages first, whatever is skipped after them.
-                growths.append(_Growth(sequence, rank, (count,) * len(self.kinds), count + early))
+                growths.append(self._growth(sequence, rank, early))
                 start = -(-(count + early) // self.page_size) * self.page_size
             unseen = [self._unseen(kind, after) for kind in self.kinds]
             skipped = [sum(len(run) - len(_since(run, position)) for run in shard) for position in unseen]
