@@ -73,7 +73,7 @@ def contestants(caches: Caches) -> dict[str, Callable[[], list[Launch]]]:
 
 def ours(caches: Caches, layer: int, kernel: str) -> Tensor:
     """Return decode(): the write of the new tokens and the attention."""
-    out = decode(caches.q, caches.k, caches.v, caches, layer=layer, kernel=kernel)
+    out = decode(caches.q, caches.k, caches.v, caches, layer=layer, kernel=kernel)  # type: ignore[arg-type]
     assert isinstance(out, Tensor)
     return out
 

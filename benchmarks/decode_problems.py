@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.generation.decoding import LayerStep
+from ringattn.generation.step import LayerStep
 from ringattn.kernels.paged import eager
 from ringattn.kernels.paged.cascade import Prefix, share
 from ringattn.kernels.paged.operands import E4M3, Pool, StepState, stacked

@@ -14,12 +14,11 @@ from ..factory import Plan
 from ..factory import plan as make_plan
 from ..layouts.shards import length as shard_length
 from ..memo import on_the_host, untraced
-from ..operators import as_autocast, autocast_dtype
 from ..plan_arguments import Held
 from ..predict.cost import merge_ms
 from ..transport import group as transports
 from .chunk import Chunk, beside_window
-from .decoding import check_no_gradients
+from .decoding import as_stored, check_no_gradients
 from .pages import Copy, Kind
 from .slots import Slots
 from .step import Step, check_new_tokens, check_sinks
@@ -291,9 +290,7 @@ class KVCache:
             CacheFull: other sequences took the room since :meth:`plan`; on every rank, and nothing has changed.
             ValueError, TypeError: the value, what was expected and the fix; k or v that require grad under grad mode.
         """
-        auto = autocast_dtype(self._memory.positions.device)
-        if auto is not None and self._memory.pools[0].accepts(auto) == auto:
-            k, v = as_autocast(k, k if v is None else v)
+        k, v = as_stored(self._memory.pools[0], k, v)
         try:
             check_no_gradients("extend()", dict(k=k, v=v))  # the cache would keep the graphs of all that was written
             chunk, first = self._check_extend(plan, layer, k, v)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,56 +23,22 @@ from ..kernels import backends
 from ..kernels.contract import Result, Score, ScoreMod, accumulation_dtype
 from ..kernels.paged import cascade
 from ..kernels.paged.backends import Paged, choose
-from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, Tables, part, tile_size
-from ..memo import Handles, untraced
+from ..kernels.paged.operands import NEW_TOKENS, Call, Pool, part, tile_size
+from ..memo import untraced
 from ..operators import TAGS, as_autocast, autocast_dtype, check_transforms, no_autocast
 from ..transport.group import Transport
-from .ordered import OrderedRow
 from .ordered import attend as attend_in_order
+from .step import Step, by_handle
 
 HEADS = ("all", "scattered")
 _SIZES = ("batch", "new", "q_heads", "head_dim")
-
-
-class LayerStep(NamedTuple):
-    """What one layer needs of a step: its pool on this rank, its tables, and its window (-1: none); of a cache with
-    ``deterministic=True`` also its rows (:mod:`.ordered`)."""
-
-    pool: Pool
-    tables: Tables
-    window: int
-    rows: tuple[OrderedRow | None, ...] | None = None
-
-
-class DecodingStep(Protocol):
-    """What :func:`decode` needs of a :class:`.step.Step`."""
-
-    transport: Transport
-    batch: int
-    new_tokens: int
-
-    @property
-    def history(self) -> str:
-        """What the cache was asked for before, which ranks compare."""
-        ...
-
-    def layer(self, layer: int) -> LayerStep:
-        """Return what this layer needs; raise for a layer out of range, and for a step that can no longer be used."""
-        ...
-
-    def compare(self, q: Tensor, layer: int) -> None:
-        """In checking mode, compare the tables and q across ranks."""
-        ...
-
-
-by_handle: Handles[DecodingStep] = Handles("step")
 
 
 def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    step: DecodingStep,
+    step: Step,
     *,
     layer: int,
     softmax_scale: float | None = None,
@@ -123,7 +89,7 @@ def decode(
             that require grad under grad mode.
         RuntimeError: an earlier call on this group failed after communication had started.
     """
-    if not hasattr(step, "new_tokens"):
+    if not hasattr(step, "new_tokens"):  # benchmarks have other ones
         raise TypeError(f"step is of type {type(step).__name__}; pass what KVCache.step() returned")
     options = _Options(softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, score_mod)
     run = _traced if torch.compiler.is_compiling() else _decode
@@ -145,17 +111,10 @@ class _Options(NamedTuple):
     score_mod: ScoreMod | None
 
 
-def _traced(q: Tensor, k: Tensor, v: Tensor | None, step: Any, layer: int, options: _Options) -> Result:
-    """Call the operator, from a function that is compiled.
-
-    Args:
-        step: with a ``pool`` of a layer, its ``handle`` of :data:`by_handle`, and a tensor ``order``, the same for all
-            steps of a cache, that the operator says it changes: compilers keep such calls, and their order.
-    """
+def _traced(q: Tensor, k: Tensor, v: Tensor | None, step: Step, layer: int, options: _Options) -> Result:
+    """Call the operator, from a function that is compiled."""
     check_no_gradients("decode()", dict(q=q, k=k, v=v))
-    cast = autocast_dtype(q.device)
-    if cast is not None and cast != q.dtype and step.pool.accepts(cast) == cast:
-        q, k, v = as_autocast(q, k, k if v is None else v)
+    q, k, v = as_stored(step.pool, q, k, v)
     heads, mod = q.shape[2], options.score_mod
     if options.heads == "scattered":
         mine = part(heads, step.transport.rank, step.transport.world_size)
@@ -164,16 +123,20 @@ def _traced(q: Tensor, k: Tensor, v: Tensor | None, step: Any, layer: int, optio
     return Result(*_operator(step.order, q, k, v, step.handle, layer, *options[:-1], *numbers))
 
 
-@torch.library.custom_op("ringattn::decode", mutates_args=("order",), tags=TAGS)
-def _operator(
-    order: Tensor, q: Tensor, k: Tensor, v: Tensor | None, step: int, layer: int, softmax_scale: float | None,
-    softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None, tree: Tensor | None, heads: str,
-    fixed_split: int, kernel: str, score_mod: int, heads_out: int, head_dim_v: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mod = ScoreMod.by_handle[score_mod] if score_mod else None
-    options = _Options(softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, mod)
+# It says that it changes ``order``, which all steps of a cache share: compilers keep such calls, and their order.
+_SCHEMA = (
+    "(Tensor(a!) order, Tensor q, Tensor k, Tensor? v, SymInt step, SymInt layer, float? softmax_scale, float softcap, "
+    "Tensor? alibi_slopes, Tensor? sink, Tensor? tree, str heads, SymInt fixed_split, str kernel, SymInt score_mod, "
+    "SymInt heads_out, SymInt head_dim_v) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("ringattn::decode", mutates_args=("order",), schema=_SCHEMA, tags=TAGS)
+def _operator(order, q, k, v, step, layer, *numbers):  # type: ignore[no-untyped-def]
+    *options, score_mod, _, _ = numbers
+    options.append(ScoreMod.by_handle[score_mod] if score_mod else None)
     with torch.no_grad():  # gradients were refused when the function was compiled
-        return _decode(q, k, v, by_handle[step], layer, options)
+        return _decode(q, k, v, by_handle[step], layer, _Options._make(options))
 
 
 @_operator.register_fake
@@ -184,7 +147,7 @@ def _operator_fake(order, q, *others):  # type: ignore[no-untyped-def]
 
 
 @untraced
-def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: int, options: _Options) -> Result:
+def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: Step, layer: int, options: _Options) -> Result:
     softmax_scale, softcap, alibi_slopes, sink, tree, heads, fixed_split, kernel, score_mod = options
     transport = step.transport
     try:
@@ -197,15 +160,14 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
         check_no_gradients("decode()", tensors)
         of_score = dict(softmax_scale=softmax_scale, softcap=softcap)
         _check_types(tensors, of_score, dict(heads=heads, kernel=kernel), fixed_split)
-        cast = autocast_dtype(q.device)
-        if cast is not None and cast != q.dtype and pool.accepts(cast) == cast:
-            q, k, v = as_autocast(q, k, k if v is None else v)
+        q, k, v = as_stored(pool, q, k, v)
         # The checks and the choice of a kernel take half as long as all of the rest: repeated calls skip them.
         kind = (
-            "decode", kernel, heads, softcap, fixed_split, q.dtype, k.dtype, q.shape, k.shape, q.device, k.device,
-            type(q), type(k), type(v), None if v is None else (v.dtype, v.shape, v.device), pool.k.shape,
-            softmax_scale is None or softmax_scale > 0,
-        )  # fmt: skip
+            ("decode", kernel, heads, softcap, fixed_split, pool.k.shape, softmax_scale is None or softmax_scale > 0),
+            (type(q), q.dtype, q.shape, q.device),
+            (type(k), k.dtype, k.shape, k.device),
+            None if v is None else (type(v), v.dtype, v.shape, v.device),
+        )
         usual = alibi_slopes is None and sink is None and tree is None and score_mod is None
         checked = tables.memo.get(kind) if usual else None
         if checked is None:
@@ -258,13 +220,17 @@ def _decode(q: Tensor, k: Tensor, v: Tensor | None, step: DecodingStep, layer: i
     return Result(out, lse)
 
 
-def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:
-    """Check that no gradient is expected of a call that has none.
+def as_stored(pool: Pool, *tensors: Tensor | None) -> Any:
+    """Return tensors as autocast casts them, if the cache takes its dtype."""
+    cast = autocast_dtype(pool.k.device)
+    if cast is None or pool.accepts(cast) != cast:
+        return tensors
+    return tuple(x if x is None else as_autocast(x)[0] for x in tensors)
 
-    Raises:
-        ValueError: grad mode is on, and one of these tensors requires grad.
-        NotImplementedError: a transform of torch.func is active.
-    """
+
+def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of these tensors requires grad under grad mode, and NotImplementedError in a transform of
+    torch.func: the call has no gradients."""
     check_transforms(what, differentiable=False)
     if torch.is_grad_enabled():
         wrong = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]

@@ -8,12 +8,11 @@ allocator.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +21,11 @@ from torch import Tensor
 
 from ..kernels.paged import backends
 from ..kernels.paged.cascade import Prefix, prefixes, share
-from ..kernels.paged.operands import NEW_TOKENS, StepState, Tables, tile_size
+from ..kernels.paged.operands import NEW_TOKENS, Pool, StepState, Tables, tile_size
 from ..kernels.upload import upload
-from ..memo import Memo, on_the_host
-from ..transport.agreement import hash_of
+from ..memo import Handles, Memo, on_the_host
+from ..transport.agreement import bytes_of, hash_of
 from ..transport.group import Transport
-from .decoding import LayerStep, by_handle
 from .ordered import OrderedRow, of_row
 from .pages import NONE, Kind
 from .slots import Row, Slots
@@ -40,6 +38,16 @@ _ADVICE = {
     "q": "The numbers are hashes of q: decode the same tokens on every rank; sampling needs the same seed, for example",
 }
 _OF_KINDS = ("table", "start", "end", "write", "tiles")  # tables with a part for each kind of layer
+
+
+class LayerStep(NamedTuple):
+    """What one layer needs of a step: its pool on this rank, its tables, and its window (-1: none); of a cache with
+    ``deterministic=True`` also its rows (:mod:`.ordered`)."""
+
+    pool: Pool
+    tables: Tables
+    window: int
+    rows: tuple[OrderedRow | None, ...] | None = None
 
 
 class Step:
@@ -74,17 +82,14 @@ class Step:
         self._room: int | None = None
         self._problem, self._outdated = "", False
         self._growing = [row.sequence for row in rows if row.length < max(kind.sinks for kind in slots.kinds)]
-        device = memory.positions.device
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = memory.positions.is_cuda
         # The kinds of the tables: those of layers; and once more the one without a window, without shared prefixes.
         self._prefixes = self._shared_prefixes()
         windows = [kind.window for kind in slots.kinds]
         self._kinds = [*range(len(windows)), *([windows.index(-1)] if self._prefixes else [])]
         self._checking = os.environ.get("RINGATTN_CHECK") == "1"
-        self.state = StepState(
-            **_uploaded(self._arrays(), device), positions=memory.positions, page_size=memory.page_size,
-            rank=transport.rank,
-        )  # fmt: skip
+        tables = _uploaded(self._arrays(), memory.positions.device)
+        self.state = StepState(**tables, positions=memory.positions, page_size=memory.page_size, rank=transport.rank)
         of_kind = [(self.state.tables(kind), window) for kind, window in enumerate(windows)]
         if self._prefixes:
             kind, own = self._kinds[-1], self.state.tables(len(windows))
@@ -92,8 +97,8 @@ class Step:
             of_kind[kind] = (replace(of_kind[kind][0], shared=shared), -1)
         for kind, (_, _, sinks) in enumerate(slots.kinds):
             if sinks:
-                tables, window = of_kind[kind]
-                of_kind[kind] = (replace(tables, sinks=self._sinks(sinks, tables)), window)
+                beside, window = of_kind[kind]
+                of_kind[kind] = (replace(beside, sinks=self._sinks(sinks, beside)), window)
         layers = zip(memory.pools, memory.kind_of, strict=True)
         ordered = [self._ordered(kind) for kind in range(len(windows))]
         self._layers = [LayerStep(pool, *of_kind[kind], ordered[kind]) for pool, kind in layers]
@@ -122,14 +127,18 @@ class Step:
             raise RuntimeError(self._problem)
         if type(layer) is not int or not 0 <= layer < len(self._layers):
             raise ValueError(f"layer is {layer!r}; the cache has layers 0 to {len(self._layers) - 1}")
-        if self._on_gpu and self.deterministic and torch.cuda.is_current_stream_capturing():
+        if self.deterministic and self._captured:
             raise RuntimeError("no CUDA graph captures steps of a deterministic cache; call them without one")
-        if self._on_gpu and torch.cuda.is_current_stream_capturing() and self.room < 1:
+        if self._captured and self.room < 1:
             raise RuntimeError(
                 "a CUDA graph of this step could not be replayed, because its sequences have no room for another one; "
                 "call cache.reserve(sequences, tokens, new_tokens) and make the step after it"
             )
         return self._layers[layer]
+
+    @property
+    def _captured(self) -> bool:
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _ordered(self, kind: int) -> tuple[OrderedRow | None, ...] | None:
         """Return the rows of a kind of layers, for a deterministic cache."""
@@ -193,7 +202,7 @@ class Step:
                 f"sequence {self._growing[0]} had fewer tokens than the cache's sinks when this step was made; add as "
                 "many first, and make a step that advances after them"
             )
-        if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+        if not self._captured:
             if self.room < 1:
                 raise RuntimeError(
                     f"the sequences have no room for another {self.new_tokens} tokens each; call step.sync(), "
@@ -240,12 +249,12 @@ class Step:
         Raises:
             Disagreement: they differ; the same error on every rank, before anything is written.
         """
-        if not self._checking or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+        if not self._checking or self._captured:
             return
         state = self.state
         tables = [x.tolist() for x in (state.counts, state.turn, state.turn_tokens, state.position)]
         digest = hash_of(repr((tables, self._slots.state())))
-        self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": _hash(q)}, advice=_ADVICE)
+        self.transport.agree("decode()", {"tables": digest, "layer": layer, "q": hash_of(bytes_of(q))}, advice=_ADVICE)
 
     def _count(self, counts: list[list[int]]) -> None:
         """Tell the allocator the tokens that every rank has of each row."""
@@ -372,13 +381,16 @@ class Step:
     def _shared_prefixes(self) -> list[Prefix]:
         """Return the groups of rows that share a prefix. It stays theirs: a shared page is copied before it is written,
         and a step is refused when one of its sequences is cut or freed."""
-        slots, rank, windows = self._slots, self.transport.rank, [kind.window for kind in self._slots.kinds]
+        windows = [kind.window for kind in self._slots.kinds]
         if -1 not in windows:
             return []
-        kind = windows.index(-1)
-        pages = [[] if n is None else slots[n].pages[kind][rank] for n in self.sequences]
-        held = [0 if n is None else self._rows[n].counts[rank] for n in self.sequences]
-        return prefixes(pages, held, slots.page_size)
+        held = [0 if n is None else self._rows[n].counts[self.transport.rank] for n in self.sequences]
+        return prefixes(self._pages(windows.index(-1)), held, self._slots.page_size)
+
+    def _pages(self, kind: int) -> list[Sequence[int]]:
+        """Return the page tables of this rank for a kind of layer, row by row."""
+        rank = self.transport.rank
+        return [() if n is None else self._slots[n].pages[kind][rank] for n in self.sequences]
 
     def _starts(self, kind: Kind, taken: NDArray[np.bool_]) -> Integers:
         """Return the first slot of each new token's window, after the sinks, (batch, new)."""
@@ -402,21 +414,16 @@ class Step:
             for n in self.sequences
         ]
         tile = tile_size(self._slots.page_size)
-        arrays = [np.zeros((self.batch, self.new_tokens)), np.repeat(_integers(counts)[:, None], self.new_tokens, 1),
-                  np.cumsum([0, *(-(-count // tile) for count in counts)])]  # fmt: skip
-        start, end, tiles = upload([torch.from_numpy(_integers(x)) for x in arrays], beside.start.device)
+        past = np.repeat(_integers(counts)[:, None], self.new_tokens, 1)
+        arrays = np.zeros_like(past), past, _integers(np.cumsum([0, *(-(-count // tile) for count in counts)]))
+        start, end, tiles = upload(list(map(torch.from_numpy, arrays)), beside.start.device)
         return replace(beside, start=start, end=end, tiles=tiles, memo=Memo(32))
 
     def _tables(self, width: int = 0) -> Integers:
-        """Return the page tables of all kinds, (kinds, batch, width), followed by spare pages: one at least.
-
-        Raises:
-            ValueError: they have more pages than ``width``.
-        """
-        slots, rank = self._slots, self.transport.rank
-        rows = [[None if n is None else slots[n].pages[kind][rank] for n in self.sequences]
-                for kind in self._kinds]  # fmt: skip
-        widest = max((len(pages) for tables in rows for pages in tables if pages is not None), default=0) + 1
+        """Return the page tables of all kinds, (kinds, batch, width), followed by spare pages: one at least. Raise
+        ValueError if they have more pages than ``width``."""
+        rows = list(map(self._pages, self._kinds))
+        widest = max((len(pages) for tables in rows for pages in tables), default=0) + 1
         if width and widest > width:
             raise ValueError(
                 f"the sequences have {widest - 1} pages, but the tables of this step have {width - 1}; make a step "
@@ -427,8 +434,7 @@ class Step:
         for kind, tables in enumerate(rows):
             result[kind] = self._memory.spare[self._kinds[kind]]
             for b, pages in enumerate(tables):
-                if pages is not None:
-                    result[kind, b, : len(pages)] = pages
+                result[kind, b, : len(pages)] = pages
         return result
 
 
@@ -453,11 +459,7 @@ def check_sinks(slots: Slots, numbers: Sequence[int], new_tokens: int) -> None:
 
 
 def _as_list(accepted: object) -> list[Any]:
-    """Return what :meth:`Step.keep` got as a list of numbers, or of lists of numbers.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return what :meth:`Step.keep` got as a list of numbers, or of lists of them. Raise ValueError if it is none."""
     try:
         numbers = torch.as_tensor(accepted)
     except (TypeError, ValueError, RuntimeError):  # lists of several lengths among others
@@ -488,7 +490,4 @@ def _integers(values: object) -> Integers:
     return np.array(values, np.int32)
 
 
-def _hash(x: Tensor) -> int:
-    """Return a hash of a tensor's bytes, the same in every process."""
-    data = x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+by_handle: Handles[Step] = Handles("step")

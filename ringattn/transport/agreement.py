@@ -141,9 +141,15 @@ def agreeing(agree: Callable[[str, dict[str, Value], Exception | None], None], w
     agree(what, fields, error)
 
 
-def hash_of(text: str) -> int:
-    """Return a hash of 63 bits that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+def hash_of(data: str | bytes, key: bytes = b"") -> int:
+    """Return a hash of 63 bits that is the same in every process, with the same key."""
+    data = data.encode() if isinstance(data, str) else data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little") >> 1
+
+
+def bytes_of(x: Tensor) -> bytes:
+    """Return the contents of a tensor."""
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _word(value: Value) -> int:
