@@ -28,6 +28,7 @@ from .transport.agreement import Agreement, Value
 from .transport.group import Transport
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 P = ParamSpec("P")
 
 
@@ -188,9 +189,8 @@ class Plan:
 
     def _dim(self, x: Tensor, dim: int, what: str = "unshard()") -> int:
         if x.ndim and not -x.ndim <= dim < x.ndim:
-            error = IndexError(f"{what} got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens")
-            self.refuse(what, error)
-            raise error
+            text = f"{what} got dim {dim} for shape {tuple(x.shape)}; pass the one of this rank's tokens"
+            raise self.refuse(what, IndexError(text))
         return dim % max(x.ndim, 1)
 
     def _shard(self, x: Tensor, dim: int, shards: tuple[layouts.Shard, ...], name: str) -> Tensor:
@@ -354,18 +354,19 @@ class Plan:
         """Whether all ranks are known to have made this plan."""
         return self._unchecked is None
 
-    def refuse(self, what: str, error: Exception) -> None:
-        """Report ``error`` to the other ranks before it is raised, so that they do not wait for this one. Not in
-        compiled graphs, where nothing has been called yet."""
+    def refuse(self, what: str, error: E) -> E:
+        """Report ``error`` to the other ranks before it is raised, so that they do not wait for this one, and return
+        it. Not in compiled graphs, where nothing has been called yet."""
         transport = self.transport
         if torch.compiler.is_compiling() or self.world_size == 1 or transport.given_up:
-            return
+            return error
         self.check_agreement()
         if transport.checks or not (self._trusted(what) or any(s[0] == what for s in self._agreed)):
             transport.begin(what, timeout=self.timeout, compares=True)
             transport.agree(what, {}, error)
         else:
             transport.refuse(what, error)
+        return error
 
 
 def not_a_plan(x: object) -> TypeError:

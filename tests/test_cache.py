@@ -783,7 +783,7 @@ def test_extend_casts_under_autocast_only() -> None:
     cache = made(None, windows=None, dtype=torch.bfloat16)
     k = torch.randn(1, 20, KV_HEADS, DIM)
     plan = cache.plan(cache.add(), 20, causal=True)
-    with pytest.raises(TypeError, match=r"k is torch.float32, but the cache holds torch.bfloat16; cast it"):
+    with pytest.raises(TypeError, match=r"k is torch.float32, but the cache holds torch.bfloat16; cast k"):
         cache.extend(plan, 0, k, k)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         keys, _ = cache.extend(plan, 0, k.requires_grad_(), k)
@@ -943,7 +943,7 @@ def test_ranks_that_hold_other_tokens_are_named() -> None:
 def test_arguments_of_a_cache_are_checked() -> None:
     for options, message in (
         (dict(page_size=24), r"page_size is 24; it must be a multiple of 16"),
-        (dict(tokens=0), r"tokens is 0; pass a positive number"),
+        (dict(tokens=0), r"tokens is 0; pass a number >= 1"),
         (
             dict(windows=[3]),
             r"windows is \[3\]; pass a number of tokens .* or None, for each of the 2 layers, as \[128\] \* 2",
@@ -954,7 +954,7 @@ def test_arguments_of_a_cache_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             made(None, **options)
-    with pytest.raises(ValueError, match=r"layers is a list of 2; pass a positive number"):
+    with pytest.raises(ValueError, match=r"layers is a list of 2; pass a number >= 1"):
         ringattn.KVCache([torch.nn.Linear(2, 2)] * 2, 1, 8, tokens=16)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"windows is 4; pass a list of one for each layer, as \[4\] \* 2"):
         made(None, windows=4)
@@ -1020,7 +1020,7 @@ def test_extensions_are_checked() -> None:
         ((plan, 0, k), ValueError, r"v has shape None"),
         ((plan, 0, 3, k), ValueError, r"k has shape 3"),
         ((plan, 0, k.float(), k), TypeError, r"k is torch.float32, but the cache holds torch.float64"),
-        ((plan, 0, k.to("meta"), k), ValueError, r"k is on meta, but the cache on cpu"),
+        ((plan, 0, k.to("meta"), k), ValueError, r"k is on meta, but the cache is on cpu"),
     ):
         with pytest.raises(error, match=message):
             cache.extend(*args)

@@ -17,8 +17,9 @@ from ..memo import on_the_host, untraced
 from ..plan_arguments import Held
 from ..predict.cost import merge_ms
 from ..transport import group as transports
+from ..transport.agreement import agreeing
 from .chunk import Chunk, beside_window
-from .decoding import as_stored, check_no_gradients
+from .decoding import as_stored, check_no_gradients, check_stored
 from .pages import Copy, Kind
 from .slots import Slots
 from .step import Step, check_new_tokens, check_sinks
@@ -86,18 +87,17 @@ class KVCache:
     ) -> None:
         self.transport = transports.of(group)
         self.transport.begin("KVCache()", compares=True)
-        error: Exception | None = None
         token = TokenShape(kv_heads, head_dim, head_dim if head_dim_v is None else head_dim_v, dtype, shared_values)
-        self.windows: tuple[int, ...] = ()
-        try:
-            check_sizes(
-                token, dict(layers=layers, tokens=tokens, page_size=page_size, sequences=sequences, sinks=sinks)
-            )
+        with agreeing(self.transport.agree, "KVCache()") as same:
+            sizes = dict(layers=layers, tokens=tokens, page_size=page_size, sequences=sequences, sinks=sinks)
+            check_sizes(token, sizes)
             if isinstance(windows, int):
                 raise TypeError(
                     f"windows is {windows!r}; pass a list of one for each layer, as [{windows!r}] * {layers}"
                 )
-            self.windows = tuple(-1 if w is None else w for w in ([None] * layers if windows is None else windows))
+            self.windows: tuple[int, ...] = tuple(
+                -1 if w is None else w for w in ([None] * layers if windows is None else windows)
+            )
             if len(self.windows) != layers or any(type(w) is not int or not -1 <= w < 2**31 for w in self.windows):
                 raise ValueError(
                     f"windows is {windows!r}; pass a number of tokens >= 0 (below 2**31), or None, for each of the "
@@ -108,17 +108,8 @@ class KVCache:
             if deterministic and sinks:
                 raise ValueError(f"sinks is {sinks}, and deterministic caches have none; leave out one")
             place = self.transport.device if device is None else existing(device)
-        except Exception as bad:  # of any kind: the other ranks must hear of it
-            error = bad
-        self.transport.agree(
-            "KVCache()",
-            dict(
-                layers=repr(layers), token=repr(token), tokens=repr(tokens), page_size=repr(page_size),
-                windows=repr(self.windows), sinks=repr(sinks), sequences=repr(sequences),
-                deterministic=bool(deterministic),
-            ),
-            error,
-        )  # fmt: skip
+            compared = dict(sizes, token=token, windows=self.windows, deterministic=deterministic)
+            same.update({name: repr(value) for name, value in compared.items()})
         self.page_size, self._sinks, self.deterministic = page_size, sinks, deterministic
         world_size = self.transport.world_size
         # One page for tokens that do not fill theirs, and one for the turns of steps, during which ranks differ.
@@ -340,7 +331,7 @@ class KVCache:
         return chunk, first
 
     def _check_tokens(self, plan: Plan, k: Tensor, v: Tensor | None) -> None:
-        token, device, count = self._memory.token, self._memory.positions.device, plan.local_lengths[plan.rank]
+        token, count = self._memory.token, plan.local_lengths[plan.rank]
         both = [("k", k, token.head_dim)] + ([] if token.shared_values else [("v", v, token.head_dim_v)])
         for name, x, head_dim in both:
             shape = (1, count, token.kv_heads, head_dim)
@@ -350,13 +341,7 @@ class KVCache:
                     f"{name} has shape {got}, but this rank's shard of the plan's new tokens is (batch, tokens, "
                     f"kv_heads, head_dim) = {shape}; pass that of plan.shard(), one sequence at a time"
                 )
-            pool = self._memory.pools[0]
-            if x.dtype != pool.accepts(k.dtype):
-                raise TypeError(
-                    f"{name} is {x.dtype}, but the cache holds {pool.holds()}; cast it, or make another one"
-                )
-            if x.device != device:
-                raise ValueError(f"{name} is on {x.device}, but the cache on {device}; move it there")
+            check_stored(name, x, k.dtype, self._memory.pools[0])
 
     # Steps
 

@@ -298,12 +298,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, tokens: tuple[int, int], pool
                 f"head_dim{'_v' if name == 'v' else ''}) = {shape}; pass the step's tokens"
             )
     for name, x in (("q", q), *((name, x) for name, x, _ in shapes)):
-        if x.dtype != pool.accepts(q.dtype):
-            raise TypeError(
-                f"{name} is {x.dtype}, but the cache holds {pool.holds()}; cast {name}, or make the cache for its dtype"
-            )
-        if x.device != pool.k.device:
-            raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")
+        check_stored(name, x, q.dtype, pool)
+
+
+def check_stored(name: str, x: Tensor, dtype: torch.dtype, pool: Pool) -> None:
+    """Raise unless a tensor of a call in ``dtype`` has the dtype and the device of a cache."""
+    if x.dtype != pool.accepts(dtype):
+        raise TypeError(
+            f"{name} is {x.dtype}, but the cache holds {pool.holds()}; cast {name}, or make the cache for its dtype"
+        )
+    if x.device != pool.k.device:
+        raise ValueError(f"{name} is on {x.device}, but the cache is on {pool.k.device}; move them to one device")
 
 
 def _check_names(heads: str, fixed_split: int, pool: Pool) -> None:

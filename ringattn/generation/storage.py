@@ -33,11 +33,7 @@ class TokenShape(NamedTuple):
 
 
 def existing(device: torch.device | str) -> torch.device:
-    """Return a device that this machine has.
-
-    Raises:
-        ValueError: it has none of this name.
-    """
+    """Return a device that this machine has. Raise ValueError if it has none of this name."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:  # torch raises all of them
@@ -115,15 +111,12 @@ def check_sizes(token: TokenShape, sizes: dict[str, int | None]) -> None:
     """Raise ValueError or TypeError unless a cache of such tokens can be made."""
     heads = dict(kv_heads=token.kv_heads, head_dim=token.head_dim, head_dim_v=token.head_dim_v)
     for name, value in {**heads, **sizes}.items():
-        if (name, value) == ("sequences", None) or (name == "sinks" and type(value) is int and value >= 0):
-            continue
-        if type(value) is not int or value < 1:
-            given = (
-                f"a {type(value).__name__} of {len(value)}"
-                if isinstance(value, list | tuple | nn.ModuleList)
-                else repr(value)
-            )
-            raise ValueError(f"{name} is {given}; pass a {'number >= 0' if name == 'sinks' else 'positive number'}")
+        least = 0 if name == "sinks" else 1
+        if (name, value) != ("sequences", None) and (type(value) is not int or value < least):
+            given = repr(value)
+            if isinstance(value, list | tuple | nn.ModuleList):
+                given = f"a {type(value).__name__} of {len(value)}"
+            raise ValueError(f"{name} is {given}; pass a number >= {least}")
     page_size = sizes["page_size"]
     if page_size is None or page_size % 16:
         raise ValueError(f"page_size is {page_size}; it must be a multiple of 16, such as 128")

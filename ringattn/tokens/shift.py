@@ -12,9 +12,8 @@ from .exchange import neighbours
 def check_offset(plan: Plan, n: int) -> None:
     """Raise TypeError unless n is an integer, after the other ranks have heard of it."""
     if not isinstance(n, int) or isinstance(n, bool):
-        error = TypeError(f"shift() got n = {n!r}; pass an int: 1 for the token before, -1 for the token after")
-        plan.refuse("shift()", error)
-        raise error
+        text = f"shift() got n = {n!r}; pass an int: 1 for the token before, -1 for the token after"
+        raise plan.refuse("shift()", TypeError(text))
 
 
 def causal_convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,16 +33,14 @@ def causal_convolution(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | Non
         ValueError: shapes that do not fit.
     """
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2]:
-        error = ValueError(
+        text = (
             f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; they must be (batch, local tokens, "
             "channels) and (channels, width): of an nn.Conv1d pass conv.weight[:, 0]"
         )
-        plan.refuse("shift()", error)
-        raise error
+        raise plan.refuse("shift()", ValueError(text))
     if bias is not None and bias.shape != weight.shape[:1]:
-        error = ValueError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},), one for each channel")
-        plan.refuse("convolve()", error)
-        raise error
+        text = f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},), one for each channel"
+        raise plan.refuse("convolve()", ValueError(text))
     width = weight.shape[1]
     values = neighbours(x, list(range(width - 1, -1, -1)), 1, plan.handle)
     out = torch.einsum("kbsc,ck->bsc", values, weight.to(x.dtype))

@@ -16,6 +16,7 @@ Three things need the whole rows:
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import secrets
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ from torch import Tensor
 from ..masks.intervals import Mask
 from ..memo import Memo
 from ..plans import Plan
-from ..transport.agreement import Disagreement
+from ..transport.agreement import agreeing, bytes_of, hash_of
 from ..transport.group import Transport
 from .rows import BOUNDARIES as BOUNDARIES
 from .rows import BOUNDS, IDS, TOKENS, attention_mask, check_positions, check_tensor, class_ids, in_text, jumps
@@ -39,6 +40,10 @@ from .rows import shape as shape
 
 _LABELS = ("labels", "shift_labels")
 _MAX_NAMES = 30  # tensors that agree() can name; the others share one hash
+_ADVICE = (
+    "The numbers are keyed hashes. Ranks of one context-parallel group must read the same rows: give the sampler the "
+    "data-parallel rank and size, and seed the loader's workers by the data-parallel rank"
+)
 _keys: Memo[bytes] = Memo(64)  # of hashes, by transport
 
 
@@ -47,16 +52,14 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch: see :meth:`ringattn.Plan.shard_batch`."""
     seq_dims = dict(seq_dims or {})
-    error: Exception | None = None
-    local: dict[str, Any] = {}
-    try:
+    if plan.world_size == 1:
+        return _shard(plan, batch, seq_dims)
+    key = _key(plan.transport)
+    advice: dict[str, str] = {}
+    with agreeing(functools.partial(plan.transport.agree, advice=advice), "shard_batch()") as same:
         local = _shard(plan, batch, seq_dims)
-    except Exception as bad:  # of any kind: the other ranks must hear of it
-        error = bad
-    if plan.world_size > 1:
-        _agree(plan.transport, batch, error)
-    if error is not None:
-        raise error
+        same.update(_hashes(batch, key))
+        advice.update(dict.fromkeys(same, _ADVICE))
     return local
 
 
@@ -248,25 +251,11 @@ def _key(transport: Transport) -> bytes:
     return key
 
 
-def _agree(transport: Transport, batch: Mapping[str, Any], error: Exception | None) -> None:
-    key = _key(transport)
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)} if isinstance(batch, Mapping) else {}
-    names = sorted(tensors)
-    about = "; ".join(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in names)
-    words: dict[str, int | float | str | bool] = {"names, shapes and dtypes": _hash(about.encode(), key)}
-    whole = [n for n in names if not tensors[n].is_floating_point() and not tensors[n].is_complex()]
-    for name in whole[:_MAX_NAMES]:
-        words[name] = _hash(tensors[name].detach().cpu().contiguous().numpy().tobytes(), key)
-    rest = b"".join(tensors[n].detach().cpu().contiguous().numpy().tobytes() for n in whole[_MAX_NAMES:])
-    words["other tensors"] = _hash(rest, key)
-    try:
-        transport.agree("shard_batch()", words, error)
-    except Disagreement as bad:
-        raise ValueError(
-            f"{bad} (the numbers are keyed hashes). Ranks of one context-parallel group must read the same rows: give "
-            "the sampler the data-parallel rank and size, and seed the loader's workers by the data-parallel rank"
-        ) from None
-
-
-def _hash(data: bytes, key: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=key).digest(), "little") >> 1
+def _hashes(batch: Mapping[str, Any], key: bytes) -> dict[str, int]:
+    """Return what ranks compare of a batch, by name."""
+    tensors = sorted((name, x) for name, x in batch.items() if isinstance(x, Tensor))
+    about = "; ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in tensors)
+    whole = [(name, bytes_of(x)) for name, x in tensors if not x.is_floating_point() and not x.is_complex()]
+    rest = b"".join(data for _, data in whole[_MAX_NAMES:])
+    named = {"names, shapes and dtypes": about.encode(), **dict(whole[:_MAX_NAMES]), "other tensors": rest}
+    return {name: hash_of(data, key) for name, data in named.items()}
