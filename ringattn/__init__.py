@@ -42,39 +42,31 @@ if _TYPE_CHECKING:
     from .training.packing import pack_stream as pack_stream
 
 __version__ = "0.1.0"
-__all__ = [
-    "CacheFull", "KVCache", "NotExact", "Partial", "Plan", "Step", "attention", "batch", "check", "dataflows", "decode",
-    "errors", "fixed_rows", "gated_delta_rule", "host_memory", "install", "kda", "lightning_attention", "loss",
-    "mask", "merge", "pack", "pack_stream", "plan", "same_bits", "ssd", "use", "wrap",
-]  # fmt: skip
-
 _ON_DEMAND = {  # names that are imported when they are asked for: where they are
-    "CacheFull": "generation",
-    "KVCache": "generation",
-    "NotExact": "tools.check.comparison",
-    "Step": "generation",
-    "check": "tools.check.comparison",
-    "decode": "generation",
-    "fixed_rows": "training.invariant",
-    "gated_delta_rule": "tokens.linear",
-    "install": "adapters.doors",
-    "kda": "tokens.linear",
-    "lightning_attention": "tokens.linear",
-    "pack": "training.packing",
-    "pack_stream": "training.packing",
-    "same_bits": "generation.comparable",
-    "ssd": "tokens.linear",
-    "use": "adapters.flash",
-    "wrap": "adapters.sdpa",
+    name: module
+    for module, names in {
+        "adapters.doors": ["install"],
+        "adapters.flash": ["use"],
+        "adapters.sdpa": ["wrap"],
+        "generation": ["CacheFull", "KVCache", "Step", "decode"],
+        "generation.comparable": ["same_bits"],
+        "tokens.linear": ["gated_delta_rule", "kda", "lightning_attention", "ssd"],
+        "tools.check.comparison": ["NotExact", "check"],
+        "training.invariant": ["fixed_rows"],
+        "training.packing": ["pack", "pack_stream"],
+    }.items()
+    for name in names
 }
 _MODULES = ("adapters", "batch", "generation", "host_memory", "loss", "mask", "training", "virtual")
+__all__ = ["Partial", "Plan", "attention", "dataflows", "errors", "merge", "plan"]
+__all__ += ["batch", "host_memory", "loss", "mask", *_ON_DEMAND]
 
 
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _import_module(f".{name}", __name__)
     if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     found = globals()[name] = getattr(_import_module(f".{_ON_DEMAND[name]}", __name__), name)
     return found
 

@@ -297,6 +297,7 @@ def plan(
         RuntimeError: a rank died (:class:`ringattn.errors.LostPeer`) or did not come (:class:`~.errors.TimedOut`), or
             an earlier call on the group failed (:class:`~.errors.GroupBroken`).
     """
+    given = {name: value for name, value in locals().items() if name not in ("group", "wait", "others")}
     limit = None
     with contextlib.suppress(ValueError):  # checked below
         limit = None if timeout is None else transports.seconds("timeout", timeout)
@@ -308,12 +309,7 @@ def plan(
     try:
         if others:
             raise unexpected("plan", next(iter(others)))
-        request = Request.checked(
-            transport.world_size, transport.hosts, dataflows(), seq_len, seq_len_k=seq_len_k, causal=causal,
-            window_size=window_size, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, documents=documents,
-            prefix=prefix, mask=mask, layout=layout, dataflow=dataflow, deterministic=deterministic,
-            local_size=local_size, buffer_bytes=buffer_bytes, timeout=timeout, held=held,
-        )  # fmt: skip
+        request = Request.checked(transport.world_size, transport.hosts, dataflows(), **given)
         words = request.words()
         costs = None
         if transport.world_size > 1 and request.asks_for_costs:

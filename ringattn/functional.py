@@ -102,11 +102,7 @@ def attention(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that these are plain tensors.
-
-    Raises:
-        TypeError: the type, what was expected and the fix.
-    """
+    """Raise TypeError unless these are plain tensors."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is of type {type(x).__name__}; pass a tensor (batch, seq, heads, head_dim)")
@@ -115,11 +111,7 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
-    """Check that these are shards of a plan that one attention takes.
-
-    Raises:
-        ValueError, TypeError: the value, what was expected and the fix.
-    """
+    """Raise ValueError or TypeError unless these are shards of a plan that one attention takes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (batch, seq, heads, head_dim)")
@@ -165,11 +157,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """Return the scale of these queries' scores.
-
-    Raises:
-        TypeError, ValueError: it is no finite number.
-    """
+    """Return the scale of these queries' scores. Raise TypeError or ValueError if it is no finite number."""
     if softmax_scale is None:
         return q.shape[-1] ** -0.5
     if torch.compiler.is_compiling():  # a number that changes has no value here
@@ -183,11 +171,7 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | None) -> None:
-    """Check that no gradient is expected of arguments that have none.
-
-    Raises:
-        ValueError: the argument, and the fix.
-    """
+    """Raise ValueError if a gradient is expected of arguments that have none."""
     if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
         raise ValueError("softmax_scale requires grad, but it has no gradient here; multiply q by it and pass 1.0")
     if alibi_slopes is not None and alibi_slopes.requires_grad:
@@ -195,17 +179,9 @@ def check_scale(softmax_scale: float | Tensor | None, alibi_slopes: Tensor | Non
 
 
 def check_score(
-    q: Tensor,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    score_mod: ScoreMod | None = None,
+    q: Tensor, softcap: float, alibi_slopes: Tensor | None, sink: Tensor | None, score_mod: ScoreMod | None = None
 ) -> None:
-    """Check that these arguments fit queries (batch, seq, q_heads, head_dim).
-
-    Raises:
-        ValueError, TypeError: the value, what was expected and the fix.
-    """
+    """Raise ValueError or TypeError unless these arguments fit queries (batch, seq, q_heads, head_dim)."""
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise TypeError(f"score_mod is of type {type(score_mod).__name__}; pass a ringattn.kernels.contract.ScoreMod")
     batch, _, q_heads, _ = q.shape

@@ -77,14 +77,8 @@ def _is_plain_eager(*tensors: Tensor | None) -> bool:
 
 
 def check_transforms(what: str, differentiable: bool = True) -> None:
-    """Check that no transform of torch.func is active that a call has no rule for.
-
-    Args:
-        differentiable: torch.func.grad and vjp have one.
-
-    Raises:
-        NotImplementedError: vmap, forward mode; what is not differentiable in any.
-    """
+    """Raise NotImplementedError in a transform of torch.func that a call has no rule for: vmap, forward mode, and any
+    for what is not ``differentiable``."""
     if torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
@@ -124,11 +118,6 @@ def operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
         return registered
 
     return register
-
-
-def save_arguments(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    """Save what the gradients of an operator need that is linear in its first argument: the others."""
-    ctx.arguments = inputs[1:]
 
 
 def differentiable(
@@ -177,6 +166,19 @@ def differentiable_once(what: str, operator: Any) -> Callable[..., Any]:
 
     setup_context: Any = lambda ctx, inputs, output: setattr(ctx, "first", what.format(*inputs))  # noqa: E731
     return differentiable(f"{what} backward", operator, setup_context, gradients)
+
+
+def differentiable_linear(what: str, operator: Any, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what :func:`differentiable` does for an operator that is linear in its first argument; ``backward`` takes the
+    gradient of the result and the other arguments."""
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.arguments = inputs[1:]
+
+    def gradients(ctx: Any, dout: Tensor) -> Any:
+        return backward(dout.contiguous(), *ctx.arguments), *[None] * len(ctx.arguments)
+
+    return differentiable(what, operator, save, gradients)
 
 
 def _innermost() -> object:
@@ -230,11 +232,7 @@ def run_forward(known: Signature, plan: Plan, *inputs) -> tuple[Tensor, Tensor]:
 def _begin(
     q: Tensor, k: Tensor, v: Tensor, score: Score, kernel: str, plan: Plan, grad_mode: bool
 ) -> tuple[Call, Begun]:
-    """Begin a call of all ranks, and return it.
-
-    Raises:
-        Exception: this rank refuses its arguments, or ranks differ.
-    """
+    """Begin a call of all ranks, and return it. Raise if this rank refuses its arguments, or if ranks differ."""
     error, backend = None, BACKENDS["eager"]
     try:
         q, k, v = map(unit_stride, (q, k, v))

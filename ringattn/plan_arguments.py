@@ -75,23 +75,19 @@ class Request:
     def checked(
         cls, world_size: int, hosts: Sequence[int], dataflows: Sequence[str], seq_len: int, **given: Any
     ) -> Request:
-        """Return the checked arguments of :func:`ringattn.plan`.
+        """Return the checked arguments of :func:`ringattn.plan`, or raise ValueError or TypeError.
 
         Args:
             hosts: as of :func:`nodes_of`.
             dataflows: the names that ``dataflow`` may be.
             given: the other arguments by name, all of them but ``group`` and ``wait``.
-
-        Raises:
-            ValueError, TypeError: the value, what was expected and the fix.
         """
         layout, dataflow, held, mask = given["layout"], given["dataflow"], given["held"], given["mask"]
         buffer_bytes, timeout = given["buffer_bytes"], given["timeout"]
         other: Split | None = layout if hasattr(layout, "shards_k") else None
         layout_name = layout if other is None else other.layout
-        for name, text, names in (
-            ("layout", layout_name, (*layouts.LAYOUTS, "auto")), ("dataflow", dataflow, (*dataflows, "auto")),
-        ):  # fmt: skip
+        both = ("layout", layout_name, [*layouts.LAYOUTS, "auto"]), ("dataflow", dataflow, [*dataflows, "auto"])
+        for name, text, names in both:
             if not isinstance(text, str):
                 raise TypeError(f"{name} is {text!r}; pass a str{' or a plan' * (name == 'layout')}")
             if text not in names:
@@ -263,11 +259,8 @@ def _checked_held(
     held: Sequence[Sequence[range]], world_size: int, count: int | None
 ) -> tuple[tuple[Shard, ...], range, int]:
     """Return the earlier tokens that every rank holds, those that none holds, and how many earlier ones there are:
-    ``count`` or, if it is None, those that are held.
-
-    Raises:
-        ValueError: not one entry per rank, or not each position once, but for those of one gap, in growing order.
-    """
+    ``count`` or, if it is None, those that are held. Raise ValueError unless there is an entry per rank, and each
+    position once, but for those of one gap, in growing order."""
     shards = tuple(tuple(shard) for shard in held)
     if len(shards) != world_size:
         raise ValueError(f"held has {len(shards)} entries; pass one for each of the group's {world_size} ranks")
@@ -292,14 +285,11 @@ def _checked_held(
 
 
 def nodes_of(local_size: int | Sequence[int] | None, world_size: int, hosts: Sequence[int] = ()) -> Nodes:
-    """Return the ranks of each node.
+    """Return the ranks of each node. Raise ValueError or TypeError for sizes that are not those of all ranks.
 
     Args:
         local_size: as of :func:`ringattn.plan`.
         hosts: a number for every rank that is the same for ranks of one host; empty: all are of one.
-
-    Raises:
-        ValueError, TypeError: sizes that are not those of all ranks.
     """
     if local_size is None:
         return by_host(hosts or [0] * world_size)

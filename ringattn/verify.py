@@ -1,6 +1,7 @@
 """Proofs of a plan: every token is held once, every visible pair is computed once, every send has its receive.
 
-They run on sets and index tensors instead of data, for all ranks in one process.
+They run on sets and index tensors instead of data, for all ranks in one process, and raise AssertionError with what is
+wrong and where.
 """
 
 from __future__ import annotations
@@ -51,14 +52,10 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
 
     Args:
         blocks: everything that is computed, as (rank of the queries, block).
-
-    Raises:
-        AssertionError: with what is wrong and where.
     """
     # Keys that no rank holds are hidden, or they are missed below.
-    for shards, count, gaps, name in (
-        (plan.shards, plan.seq_len, 0, "query"), (plan.shards_k, plan.seq_len_k, 1, "key")
-    ):  # fmt: skip
+    both = ("query", plan.shards, plan.seq_len, 0), ("key", plan.shards_k, plan.seq_len_k, 1)
+    for name, shards, count, gaps in both:
         held = torch.cat([layouts.positions(shard) for shard in shards]).sort().values
         steps = torch.cat([held.new_tensor([-1]), held, held.new_tensor([count])]).diff()
         once = (steps > 0).all() and (steps > 1).sum() <= gaps
@@ -96,11 +93,7 @@ def check_coverage(plan: Plan, blocks: Iterator[tuple[int, Block]]) -> None:
 
 def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
     """Prove that a gather by node brings every rank the tokens of the flat gather, in the same rows, and that each
-    token that a node sees of another one crosses the network to it once, and no other token does.
-
-    Raises:
-        AssertionError: with what is wrong and where.
-    """
+    token that a node sees of another one crosses the network to it once, and no other token does."""
     nodes = node_of(relay.nodes)
     require(sorted(nodes) == list(range(len(relay.own))), f"the nodes {relay.nodes} have not each rank once")
     edges = [0, *itertools.accumulate(relay.own)]
@@ -142,11 +135,7 @@ def _check_runs(who: str, runs: Sequence[Fetch], lengths: Sequence[int], apart: 
 
 def check_fetches(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) -> None:
     """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer. Senders and
-    receivers read the same list, so that every send has its receive.
-
-    Raises:
-        AssertionError: with what is wrong and where.
-    """
+    receivers read the same list, so that every send has its receive."""
     for rank, runs in enumerate(fetches):
         _check_runs(f"rank {rank} fetches", runs, lengths, apart=True)
 
@@ -154,11 +143,7 @@ def check_fetches(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) ->
 def check_schedule(schedule: Schedule) -> None:
     """Prove, by running all ranks in lockstep with sets instead of tensors, that every needed meeting happens exactly
     once and no other, that every send has its receive in the same order, and that every contribution comes home exactly
-    once.
-
-    Raises:
-        AssertionError: naming the rank, the step and what is wrong.
-    """
+    once."""
     n = schedule.world_size
     steps = [schedule.steps(r) for r in range(n)]
     count = len(steps[0])

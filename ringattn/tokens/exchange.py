@@ -8,14 +8,14 @@ and the other way round: both only move elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import plans
 from ..layouts.shards import Shard, length, put, take
-from ..operators import all_to_all, differentiable, differentiable_once, operator, resized, save_arguments
+from ..operators import all_to_all, differentiable, differentiable_linear, differentiable_once, operator, resized
 from ..plans import Plan
 from .halo import Halo, halo
 
@@ -124,7 +124,7 @@ def _neighbours(x: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Te
     numbers = {f"offset {i}": n for i, n in enumerate(offsets[:16])}
     wrong = _wrong_tokens(plan, "shift()", x, dim)
     _begin(plan, "shift()", x, dim, wrong, dict(offsets=len(offsets), **numbers))
-    table = halo(plan, offsets, x.device)
+    table = halo(plan, tuple(offsets), x.device)
     rows = x.movedim(dim, 0)
     buffer = torch.cat([rows, *all_to_all(plan, [rows[index] for index in table.sends], 0, table.counts)])
     return torch.stack([_seen(buffer[i].movedim(0, dim), table, n, dim) for n, i in enumerate(table.rows)])
@@ -144,7 +144,7 @@ def _seen(x: Tensor, table: Halo, n: int, dim: int) -> Tensor:
 def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle: int) -> Tensor:
     plan = plans.by_handle[plan_handle]
     plan.begin("shift() backward", dict(plan=plan.digest, dim=dim, offsets=len(offsets)), compared=False)
-    table = halo(plan, offsets, dout.device)
+    table = halo(plan, tuple(offsets), dout.device)
     local, total = dout.shape[1 + dim], dout.shape[1 + dim] + sum(table.counts)
     wide = torch.promote_types(dout.dtype, torch.float32)
     buffer = torch.zeros((total, *dout[0].movedim(dim, 0).shape[1:]), dtype=wide, device=dout.device)
@@ -159,14 +159,7 @@ def _neighbours_backward(dout: Tensor, offsets: list[int], dim: int, plan_handle
     return own.movedim(0, dim).to(dout.dtype).contiguous()
 
 
-_add_neighbours = differentiable_once("shift()", _neighbours_backward)
-
-
-def _neighbours_gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    return _add_neighbours(dout.contiguous(), *ctx.arguments), None, None, None
-
-
-neighbours = differentiable("shift()", _neighbours, save_arguments, _neighbours_gradients)
+neighbours = differentiable_linear("shift()", _neighbours, differentiable_once("shift()", _neighbours_backward))
 
 
 # --- Tokens of all heads, and heads of all tokens ------------------------------------------------------
@@ -224,13 +217,5 @@ def _to_tokens(y: Tensor, heads_dim: int, groups: int, plan_handle: int) -> Tens
     return torch.cat(all_to_all(plan, parts, heads_dim, list(map(len, shares))), heads_dim)
 
 
-def _to_heads_gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    return to_tokens(dout.contiguous(), *ctx.arguments), None, None, None
-
-
-def _to_tokens_gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    return to_heads(dout.contiguous(), *ctx.arguments), None, None, None
-
-
-to_heads = differentiable("heads()", _to_heads, save_arguments, _to_heads_gradients)
-to_tokens = differentiable("heads()", _to_tokens, save_arguments, _to_tokens_gradients)
+to_heads = differentiable_linear("heads()", _to_heads, lambda *arguments: to_tokens(*arguments))
+to_tokens: Callable[..., Tensor] = differentiable_linear("heads()", _to_tokens, to_heads)

@@ -15,14 +15,13 @@ A contiguous shard fetches n rows, a striped one all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layouts import shards as layouts
-from ..plans import Plan
+from ..plans import Plan, once
 from ..training.batch import begins
 
 
@@ -41,12 +40,9 @@ class Halo(NamedTuple):
     visible: Tensor
 
 
-def halo(plan: Plan, offsets: Sequence[int], device: torch.device) -> Halo:
-    """Return the exchange of this rank for offsets, made once for a plan and a device."""
-    return plan.once(_make, tuple(offsets), device)
-
-
-def _make(plan: Plan, offsets: Sequence[int], device: torch.device) -> Halo:
+@once
+def halo(plan: Plan, offsets: tuple[int, ...], device: torch.device) -> Halo:
+    """Return the exchange of this rank for offsets."""
     owner, place = torch.empty(2, plan.seq_len, dtype=torch.int64)  # of each position: its rank, its local index there
     for rank, shard in enumerate(plan.shards):
         positions = layouts.positions(shard)

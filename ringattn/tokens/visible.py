@@ -30,7 +30,7 @@ from ..dataflow.routes import Return, Routes, collected_routes
 from ..layouts import blocks
 from ..layouts.schedule import waves
 from ..memo import on_the_host
-from ..operators import differentiable, differentiable_once, operator, save_arguments
+from ..operators import differentiable_linear, differentiable_once, operator
 from ..plans import Plan, once
 from ..training.batch import begins
 from ..transport.pending import Message, Pending
@@ -85,7 +85,7 @@ def gathered(
     except Exception as error:  # of any kind: the other ranks must hear of it
         plan.refuse("gathered()", error)
         raise
-    about = plan.once(_about, tensors[0].device)
+    about = _about(plan, tensors[0].device)
     if attend is None or heads is None:
         part = Visible(_Moving(plan, tensors, dim).arrived(tensors), *about)
         if attend is None:
@@ -169,6 +169,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # --- Tables --------------------------------------------------------------------------------------------
 
 
+@once
 @on_the_host
 def _about(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor | None, tuple[tuple[Tensor, Tensor], ...]]:
     """Return positions, documents and intervals of :class:`Visible`."""
@@ -321,10 +322,4 @@ def _visible_backward(dout: Tensor, plan_handle: int) -> Tensor:
 
 
 _give_back = differentiable_once("gathered()", _visible_backward)
-
-
-def _gradients(ctx, dout):  # type: ignore[no-untyped-def]
-    return _give_back(dout.contiguous(), ctx.arguments[1]), None, None
-
-
-visible = differentiable("gathered()", _visible, save_arguments, _gradients)
+visible = differentiable_linear("gathered()", _visible, lambda dout, _, plan_handle: _give_back(dout, plan_handle))
