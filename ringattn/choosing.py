@@ -18,7 +18,7 @@ from .layouts import needs as needs_of_ranks
 from .layouts.placement import Placement
 from .layouts.relay import relays
 from .layouts.schedule import Schedule
-from .layouts.shards import LAYOUTS, Shard, append
+from .layouts.shards import LAYOUTS, append
 from .masks.common import full
 from .masks.pairs import Work
 from .plan_arguments import Request, Split
@@ -26,31 +26,23 @@ from .transport.group import GroupTransport, Transport
 
 if TYPE_CHECKING:
     from .predict.cost import Costs
-    from .predict.dataflow_time import Choice, Problem
+    from .predict.dataflow_time import Choice
 
 WORTH = 0.03  # of the time that is predicted for zigzag
 
 
-def place(request: Request, layout: str, why: str = "") -> Placement:
-    """Return the shards of a layout."""
-    mask = request.mask
-    shards = shards_k = LAYOUTS[layout](mask, request.world_size, request.local_size)
-    if mask.seq_len != mask.seq_len_k and not request.held:
-        shards_k = LAYOUTS[layout](full(mask.seq_len_k), request.world_size, request.local_size)
-    return _placed(request, layout, shards, shards_k, why)
-
-
-def place_like(request: Request, plan: Split) -> Placement:
-    """Return the shards of another plan for the same lengths."""
-    return _placed(request, plan.layout, plan.shards, plan.shards_k)
-
-
-def _placed(
-    request: Request, layout: str, shards: tuple[Shard, ...], shards_k: tuple[Shard, ...], why: str = ""
-) -> Placement:
+def place(request: Request, layout: str | Split, why: str = "") -> Placement:
+    """Return the shards of a layout, or those of another plan for the same lengths."""
+    mask, name = request.mask, layout if isinstance(layout, str) else layout.layout
+    if isinstance(layout, str):
+        shards = shards_k = LAYOUTS[layout](mask, request.world_size, request.local_size)
+        if mask.seq_len != mask.seq_len_k and not request.held:
+            shards_k = LAYOUTS[layout](full(mask.seq_len_k), request.world_size, request.local_size)
+    else:
+        shards, shards_k = layout.shards, layout.shards_k
     if request.held:  # the keys of every rank that holds earlier tokens and takes these new ones
-        shards_k = tuple(map(append, request.held, shards, itertools.repeat(request.mask.offset)))
-    return Placement(layout, shards, shards_k, needs_of_ranks.fetches(request.mask, shards, shards_k), why)
+        shards_k = tuple(map(append, request.held, shards, itertools.repeat(mask.offset)))
+    return Placement(name, shards, shards_k, needs_of_ranks.fetches(mask, shards, shards_k), why)
 
 
 def place_best(
@@ -83,20 +75,13 @@ def place_best(
 
 def choose(request: Request, transport: Transport, costs: tuple[Costs, str], placement: Placement) -> Choice:
     """Return the dataflows for a placement."""
-    from .predict.dataflow_time import Choice
-
-    return Choice(_problem(request, transport, placement), *costs)
-
-
-def _problem(request: Request, transport: Transport, placement: Placement) -> Problem:
-    """Return what the cost model needs to know."""
-    from .predict.dataflow_time import Problem
+    from .predict.dataflow_time import Choice, Problem
 
     queries, keys, n = placement.shards, placement.shards_k, request.world_size
     fetched, runs = placement.moved
     neighbours = all(run.step == 1 for shard in keys for run in shard)  # which copies move
     pulls = transport.pulls and neighbours
-    return Problem(
+    problem = Problem(
         device_type=transport.device.type,
         pulls=pulls,
         buffer_bytes=request.buffer_bytes,
@@ -110,6 +95,7 @@ def _problem(request: Request, transport: Transport, placement: Placement) -> Pr
         nodes=request.nodes if relays(request.nodes) and not pulls else (),
         pulls_inside=transport.linked == request.nodes and neighbours,
     )
+    return Choice(problem, *costs)
 
 
 def costs_of(transport: Transport) -> tuple[Costs, str]:

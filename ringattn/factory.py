@@ -347,9 +347,7 @@ def dataflows() -> tuple[str, ...]:
 
 def _make(request: Request, transport: Transport, costs: tuple[Costs, str] | None, digest: int) -> Plan:
     layout, dataflow, choice = request.layout, request.dataflow, None
-    if not isinstance(layout, str):
-        placed = choosing.place_like(request, layout)
-    elif layout == "auto":
+    if layout == "auto":
         placed, choice = choosing.place_best(request, transport, costs)
     else:
         placed = choosing.place(request, layout)

@@ -131,10 +131,7 @@ class Memo(Generic[T]):
 
 class Handles(Generic[T]):
     """Numbers that stand for objects in the operators of torch.library, which take none. They keep nothing alive.
-
-    Args:
-        what: names an object in errors.
-    """
+    ``what`` names an object in errors."""
 
     def __init__(self, what: str) -> None:
         self._what, self._numbers = what, itertools.count(1)
@@ -147,11 +144,7 @@ class Handles(Generic[T]):
         return number
 
     def __getitem__(self, number: int) -> T:
-        """Return the object that a number stands for.
-
-        Raises:
-            RuntimeError: it was garbage-collected.
-        """
+        """Return the object that a number stands for. Raise RuntimeError if it was garbage-collected."""
         if (x := self._objects.get(number)) is None:
             raise RuntimeError(f"{self._what} {number} is gone: keep a reference to it until the backward has run")
         return x

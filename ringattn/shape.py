@@ -19,12 +19,8 @@ class Shape:
 
     @classmethod
     def checked(cls, given: Mapping[str, int]) -> Shape:
-        """Return the shape of the keywords that a user passed.
-
-        Raises:
-            TypeError: another keyword.
-            ValueError: a size below 1, or query heads that are no multiple of key heads.
-        """
+        """Return the shape of the keywords that a user passed. Raise TypeError for another keyword, ValueError for a
+        size below 1, or query heads that are no multiple of key heads."""
         names = [field.name for field in fields(cls)]
         if wrong := [name for name in given if name not in names]:
             raise TypeError(f"{wrong[0]} is no size of a call; pass some of {', '.join(names)}")

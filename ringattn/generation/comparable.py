@@ -44,7 +44,7 @@ def same_bits(*calls: Plan | KVCache) -> list[str]:
                 reasons.append(f"{name} rounds keys and values to e4m3, which plans of another origin do not")
         elif caches or len({plan.mask.digest() for plan in plans}) > 1:
             others = _elsewhere(call, caches)
-            if not caches and not others and _other_keys(plans[0], call):
+            if not caches and not others and not _same_keys(plans[0], call):
                 others = ["its queries see other keys than those of the first plan; pass the same mask"]
             reasons += [f"{name}: {why}" for why in others]
     if len({cache.windows for cache in caches}) > 1:
@@ -73,7 +73,7 @@ def _elsewhere(plan: Plan, caches: list[KVCache]) -> list[str]:
         )
     for left in {left for cache in caches for left in cache.windows}:
         wanted = window(plan.seq_len, left, 0, plan.seq_len_k) & plan.documents
-        if not plan.mask.is_union and _same(plan.mask, wanted):
+        if _same(plan.mask, wanted):
             break
     else:
         if caches:
@@ -83,15 +83,15 @@ def _elsewhere(plan: Plan, caches: list[KVCache]) -> list[str]:
     return reasons
 
 
-def _other_keys(a: Plan, b: Plan) -> bool:
-    """Return whether queries of plans of the same length see other keys."""
-    if a.mask.digest() == b.mask.digest() or (a.seq_len, a.seq_len_k) != (b.seq_len, b.seq_len_k):
-        return False
-    return a.mask.is_union or b.mask.is_union or not _same(a.mask, b.mask)
+def _same_keys(a: Plan, b: Plan) -> bool:
+    """Return whether queries of plans see the same keys, which is not asked where the lengths differ."""
+    return (a.seq_len, a.seq_len_k) != (b.seq_len, b.seq_len_k) or _same(a.mask, b.mask)
 
 
 def _same(a: Mask, b: Mask) -> bool:
-    """Return whether the queries of two masks of one interval each see the same keys."""
+    """Return whether the queries of two masks see the same keys; of unions only if they are one."""
+    if a.is_union or b.is_union:
+        return a.digest() == b.digest()
     at = torch.arange(a.seq_len, device="cpu")
     (start, end), (first, last) = (mask.members[0].intervals(at) for mask in (a, b))
     return bool(((start == first) & (end == last) | (start >= end) & (first >= last)).all())

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .pages import NONE, CacheFull, Copy, Kind, Pages
-from .tokens import Shard, Tokens
+from .tokens import Shard, Tokens, before
 
 SLACK = 64  # tokens that a sequence can be cut back by at any time, though a window has passed
 
@@ -342,12 +342,12 @@ class Slots:
         sinks = max(kind.sinks for kind in self.kinds)
         for rank, (shard, length) in enumerate(zip(shards, lengths, strict=True)):
             start = count = sequence.tokens[rank].count
-            if early := sum(len(run) - len(_since(run, sinks)) for run in shard):
+            if early := sum(before(run, sinks) for run in shard):
                 # Sinks get pages first, whatever is skipped after them.
                 growths.append(self._growth(sequence, rank, early))
                 start = -(-(count + early) // self.page_size) * self.page_size
             unseen = [self._unseen(kind, after) for kind in self.kinds]
-            skipped = [sum(len(run) - len(_since(run, position)) for run in shard) for position in unseen]
+            skipped = [sum(before(run, position) for run in shard) for position in unseen]
             # From the beginning of a page on, so that every page holds tokens from its first slot to its last.
             firsts = (max(start, (count + n) // self.page_size * self.page_size) for n in skipped)
             growths.append(_Growth(sequence, rank, tuple(firsts), count + length))
@@ -426,7 +426,3 @@ class Slots:
         used = {s.number: sum(p != NONE for p in s.pages[kind][rank]) for s in self._sequences.values()}
         holders = {number: pages for number, pages in used.items() if pages}
         raise CacheFull(rank, self.kinds[kind].window, needed[kind, rank], self.pools[kind][rank].free, holders)
-
-
-def _since(run: range, position: int) -> range:
-    return run[max(0, -(-(position - run.start) // run.step)) :]

@@ -45,13 +45,12 @@ class Tokens:
         index = bisect_left(self.runs, position, key=lambda run: run.start) - 1
         if index < 0:
             return 0
-        run = self.runs[index]
-        return self.slots[index] + min(len(run), _before(run, position))
+        return self.slots[index] + before(self.runs[index], position)
 
     def between(self, first: int, past: int) -> Shard:
         """Return the runs of the tokens from position ``first`` on and before ``past``."""
         runs = self.runs[bisect_left(self.runs, first, key=lambda run: run[-1]) :]
-        parts = (run[max(0, _before(run, first)) : max(0, _before(run, past))] for run in runs)
+        parts = (run[before(run, first) : before(run, past)] for run in runs)
         return tuple(part for part in parts if part)
 
     def positions(self, first: int, past: int) -> NDArray[np.int32]:
@@ -68,6 +67,6 @@ class Tokens:
         return new
 
 
-def _before(run: range, position: int) -> int:
-    """Return how many tokens of a run that went on for ever would stand before a position; less than 0 before it."""
-    return -(-(position - run.start) // run.step)
+def before(run: range, position: int) -> int:
+    """Return how many tokens of a run stand before a position."""
+    return min(len(run), max(0, -(-(position - run.start) // run.step)))

@@ -142,11 +142,7 @@ def attention(
 
 
 def _device(tensors: Sequence[Tensor], plan: Plan, device: torch.device | str | None) -> torch.device:
-    """Return the device that computes.
-
-    Raises:
-        ValueError: tensors on another GPU, or on the host and not pinned.
-    """
+    """Return the device that computes. Raise ValueError for tensors on another GPU, or on the host and not pinned."""
     places = {x.device for x in tensors if x.device.type != "cpu"}
     if device is not None:
         chosen = torch.device(device)
@@ -209,7 +205,7 @@ class _Call:
             try:
                 for index, heads in enumerate(self.groups):
                     with self.plan.transport.noting():
-                        tensors = staging.arrive(index)
+                        tensors = staging.arrive()
                     parts = compute(index, heads, *tensors)  # notes its failures itself
                     with self.plan.transport.noting():
                         staging.leave(index, parts)

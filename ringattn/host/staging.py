@@ -95,11 +95,10 @@ class Staging:
         self._leaving: deque[tuple[Any, list[Tensor]]] = deque()
         self._arrival = self._fetch(0)
 
-    def arrive(self, index: int) -> list[Tensor | None]:
-        """Return the inputs of a group for kernels that are queued from now on."""
+    def arrive(self) -> list[Tensor | None]:
+        """Return the inputs of the next group, for kernels that are queued from now on."""
         if len(self._leaving) == 2:
-            event, _ = self._leaving[0]
-            event.synchronize()
+            self._leaving[0][0].synchronize()
             self._leaving.popleft()  # its memory is free for the results of this group
         tensors, fetched = self._arrival
         self._engines.compute.wait_event(fetched)

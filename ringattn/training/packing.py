@@ -231,11 +231,7 @@ def _check(seq_len: int, rows: int, work: Work) -> None:
 
 
 def _pieces(lengths: Iterable[int], seq_len: int, work: Work, split: bool) -> Iterator[_Piece]:
-    """Yield all documents, or their pieces.
-
-    Raises:
-        ValueError, TypeError: a length is not allowed.
-    """
+    """Yield all documents, or their pieces. Raise ValueError or TypeError for a length that is not allowed."""
     number = itertools.count()
     for document, length in enumerate(lengths):
         try:

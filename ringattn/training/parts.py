@@ -34,10 +34,7 @@ def surroundings(x: Tensor) -> Callable[[], AbstractContextManager]:
 
 def parameters_of(modules: Iterable[tuple[str, nn.Module]]) -> list[nn.Parameter]:
     """Return the parameters of what is computed in parts: a module, whose name is "", or some modules of another one.
-
-    Raises:
-        ValueError: FSDP2 gathers some of them for their own modules alone, where their gradients would be lost.
-    """
+    Raise ValueError if FSDP2 gathers some for their own modules alone, where their gradients would be lost."""
     modules = list(modules)
     for name, module in modules:
         for inner, m in module.named_modules(prefix=name):

@@ -106,22 +106,16 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def class_ids(name: str, labels: Tensor) -> Tensor:
-    """Return labels or targets as int64, where they are: an unsigned dtype has no room for :data:`IGNORE`.
-
-    Raises:
-        TypeError: not a tensor of integers.
-    """
+    """Return labels or targets as int64, where they are: an unsigned dtype has no room for :data:`IGNORE`. Raise
+    TypeError for anything but a tensor of integers."""
     check_tensor(name, labels)
     what = f"integers, {IGNORE} for tokens without a target; anything else goes into a batch under another name"
     return masks.integers(name, labels, what, None)
 
 
 def attention_mask(batch: Mapping[str, Any], rows: int, seq_len: int) -> Tensor | None:
-    """Return (rows, seq_len), True where there is a token, on the CPU; None without a mask.
-
-    Raises:
-        ValueError: another shape, or other values than 0 and 1.
-    """
+    """Return (rows, seq_len), True where there is a token, on the CPU; None without a mask. Raise ValueError for
+    another shape, or other values than 0 and 1."""
     mask = batch.get("attention_mask")
     if mask is None:
         return None
