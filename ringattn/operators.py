@@ -107,13 +107,13 @@ def _refuse_vmap(what: str) -> NoReturn:
     )
 
 
-def operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def operator(fake: Callable[..., Any], schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Register a function ``_name`` as the operator ``ringattn::name``; ``fake`` returns empty results for its
-    arguments."""
+    arguments. ``schema``: of a function whose annotations do not tell."""
 
     def register(function: Callable[..., Any]) -> Any:
         name = f"ringattn::{function.__name__.removeprefix('_')}"
-        registered = torch.library.custom_op(name, function, mutates_args=(), tags=TAGS)
+        registered = torch.library.custom_op(name, function, mutates_args=(), schema=schema, tags=TAGS)
         registered.register_fake(fake)
         return registered
 
@@ -193,23 +193,6 @@ def _score(
     dtype = accumulation_dtype(q)  # kernels read slopes and sinks in this dtype
     slopes, sink = (x if x is None else x.to(dtype) for x in (alibi_slopes, sink))
     return Score(softmax_scale, softcap, slopes, sink, ScoreMod.by_handle[mod] if mod else None)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-    plan_handle: int,
-    score_mod: int,
-    grad_mode: bool,
-) -> tuple[Tensor, Tensor]:
-    score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
-    return _run(_begin(q, k, v, score, kernel, plans.by_handle[plan_handle], grad_mode)[0])
 
 
 def run_forward(known: Signature, plan: Plan, *inputs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
@@ -295,17 +278,6 @@ def _stream_of(x: Tensor | None) -> Hashable:
     return torch._C._cuda_getCurrentRawStream(index) if index == torch._C._cuda_getDevice() else None
 
 
-def _forward_max(*inputs):  # type: ignore[no-untyped-def]
-    q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode = inputs
-    plan = plans.by_handle[plan_handle]
-    score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
-    largest = q.new_full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q))
-    call, _ = _begin(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)
-    out, lse = _run(call)
-    of_ranks = all_to_all(plan, [largest] * plan.world_size, 0, [len(largest)] * plan.world_size)
-    return out, lse, torch.stack(of_ranks).amax(0)
-
-
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on this device, None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -325,48 +297,43 @@ def no_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
-_attention = torch.library.custom_op("ringattn::attention", _forward, mutates_args=(), tags=TAGS)
-_WITH_MAX = torch.library.infer_schema(_forward, mutates_args=()).removesuffix(")") + ", Tensor)"
-_attention_max = torch.library.custom_op(
-    "ringattn::attention_max", _forward_max, mutates_args=(), schema=_WITH_MAX, tags=TAGS
+_SETTINGS = (
+    "Tensor? alibi_slopes, Tensor? sink, float softmax_scale, float softcap, str kernel, SymInt plan_handle, "
+    "SymInt score_mod"
 )
+_INPUTS = f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}, bool grad_mode)"
 
 
-@_attention.register_fake
-def _attention_fake(  # type: ignore[no-untyped-def]
-    q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode
-):
+def _attention_fake(q, k, v, *settings):  # type: ignore[no-untyped-def]
     batch, seq, heads, _ = q.shape
     lse = q.new_empty((batch, heads, seq), dtype=accumulation_dtype(q))
     return q.new_empty((batch, seq, heads, v.shape[3])), lse
 
 
-@_attention_max.register_fake
-def _attention_max_fake(q, k, v, *others):  # type: ignore[no-untyped-def]
-    return *_attention_fake(q, k, v, *others), q.new_empty(q.shape[2], dtype=accumulation_dtype(q))
+@operator(_attention_fake, f"{_INPUTS} -> (Tensor, Tensor)")
+def _attention(*inputs):  # type: ignore[no-untyped-def]
+    q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode = inputs
+    score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+    return _run(_begin(q, k, v, score, kernel, plans.by_handle[plan_handle], grad_mode)[0])
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-    plan_handle: int,
-    score_mod: int,
-    forward: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    numbers = softmax_scale, softcap, kernel, plan_handle, score_mod, forward
-    tensors = dout, dlse, q, k, v, out, lse, alibi_slopes, sink
-    dq, dk, dv, dsink = run_backward(None, plans.by_handle[plan_handle], tensors, *numbers)
-    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+def _attention_max_fake(q, k, v, *settings):  # type: ignore[no-untyped-def]
+    return *_attention_fake(q, k, v), q.new_empty(q.shape[2], dtype=accumulation_dtype(q))
+
+
+def _forward_max(*inputs):  # type: ignore[no-untyped-def]
+    q, k, v, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, grad_mode = inputs
+    plan = plans.by_handle[plan_handle]
+    score = _score(q, alibi_slopes, sink, softmax_scale, softcap, score_mod)
+    largest = q.new_full((q.shape[2],), float("-inf"), dtype=accumulation_dtype(q))
+    out, lse = _run(_begin(q, k, v, replace(score, largest=largest), kernel, plan, grad_mode)[0])
+    of_ranks = all_to_all(plan, [largest] * plan.world_size, 0, [len(largest)] * plan.world_size)
+    return out, lse, torch.stack(of_ranks).amax(0)
+
+
+@operator(_attention_max_fake, f"{_INPUTS} -> (Tensor, Tensor, Tensor)")
+def _attention_max(*inputs):  # type: ignore[no-untyped-def]
+    return _forward_max(*inputs)
 
 
 def run_backward(  # type: ignore[no-untyped-def]
@@ -401,15 +368,20 @@ def run_backward(  # type: ignore[no-untyped-def]
     return differentiate(*tensors) if known is None else _repeated(plan, known, differentiate, *tensors)
 
 
-_attention_backward = torch.library.custom_op("ringattn::attention_backward", _backward, mutates_args=(), tags=TAGS)
+def _attention_backward_fake(*inputs):  # type: ignore[no-untyped-def]
+    _, _, q, k, v, _, _, _, sink, *_ = inputs
+    return *(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if sink is None else torch.empty_like(sink)
 
 
-@_attention_backward.register_fake
-def _attention_backward_fake(  # type: ignore[no-untyped-def]
-    dout, dlse, q, k, v, out, lse, alibi_slopes, sink, softmax_scale, softcap, kernel, plan_handle, score_mod, forward
-):
-    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
+@operator(
+    _attention_backward_fake,
+    f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SETTINGS}, SymInt forward) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(*inputs):  # type: ignore[no-untyped-def]
+    tensors, numbers = inputs[:9], inputs[9:]
+    *gradients, dsink = run_backward(None, plans.by_handle[numbers[3]], tensors, *numbers)
+    return *gradients, tensors[0].new_empty(0) if dsink is None else dsink
 
 
 _backward_operator = differentiable_once("attention()", _attention_backward)
