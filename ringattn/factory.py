@@ -94,11 +94,7 @@ class Plan(plans.Plan):
 
     @untraced
     def gathered(
-        self,
-        *tensors: Tensor,
-        dim: int = 1,
-        heads: int | None = None,
-        attend: Callable[[Any], Any] | None = None,
+        self, *tensors: Tensor, dim: int = 1, heads: int | None = None, attend: Callable[[Any], Any] | None = None
     ) -> Any:
         """Return what this rank's queries see of per-token tensors that all ranks hold shards of: the keys, values,
         latents or masks that an attention of your own reads. Only these tokens move, and once for each host. Every rank
@@ -324,8 +320,8 @@ def plan(
         agreement.check()
 
     key = (transport.serial, *words.values())
-    _plans.drop(lambda old: old.transport.ended)  # and with it the memory that its group fetched into
-    _plans.drop(lambda old: not old.is_agreed)  # each has its own agreement, which may fail
+    # With a group that has ended goes the memory that it fetched into. Each plan has its own agreement, which may fail.
+    _plans.drop(lambda old: old.transport.ended or not old.is_agreed)
     digest = hash_of(repr(words))
     if held is None:
         result = _plans.once(key, lambda: _make(request, transport, costs, digest))

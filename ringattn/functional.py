@@ -94,10 +94,9 @@ def attention(
         raise
     numbers = scale, float(softcap), kernel, plan.handle, mod or 0, torch.is_grad_enabled()
     inputs = q, k, v, alibi_slopes, sink, *numbers
+    out, lse, *largest = operators.attend(known, plan, return_max, *inputs)
     if return_max:
-        out, lse, largest = operators.attend_max(known, plan, *inputs)
-        return (out, lse, largest.detach()) if return_lse else (out, largest.detach())
-    out, lse = operators.attend(known, plan, *inputs)
+        return (out, lse, largest[0].detach()) if return_lse else (out, largest[0].detach())
     return (out, lse) if return_lse else out
 
 

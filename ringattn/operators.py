@@ -41,14 +41,12 @@ _VALUES = frozenset((int, float, bool, str, type(None)))
 Signature = tuple[object, ...] | None
 
 
-def attend(known: Signature, plan: Plan, *inputs):  # type: ignore[no-untyped-def]
-    """Return ``(out, lse)``; ``inputs`` are those of ``torch.ops.ringattn.attention``, ``known`` is their signature."""
+def attend(known: Signature, plan: Plan, return_max: bool, *inputs):  # type: ignore[no-untyped-def]
+    """Return ``(out, lse)``, with ``return_max`` also the largest scores; ``inputs`` are those of
+    ``torch.ops.ringattn.attention``, ``known`` is their signature."""
+    if return_max:
+        return _attend_max_operator(*inputs) if known is None else _AttendMax.apply(known, plan, *inputs)
     return _attend_operator(*inputs) if known is None else _apply(known, plan, *inputs)
-
-
-def attend_max(known: Signature, plan: Plan, *inputs):  # type: ignore[no-untyped-def]
-    """Return ``(out, lse, largest)``; ``inputs`` are those of ``torch.ops.ringattn.attention_max``."""
-    return _attend_max_operator(*inputs) if known is None else _AttendMax.apply(known, plan, *inputs)
 
 
 def signature(tensors: Sequence[Tensor | None], *values: object) -> Signature:

@@ -174,8 +174,7 @@ class Plan:
             warn(
                 f"attention with a plan of layout {self.layout!r}, by which no tokens were split; those of the same "
                 f"row were split by another plan, of layout {other[0]!r}, and on some rank the two hold different "
-                "tokens. "
-                "Make the plans of all layers with layout= the first one, or split the tokens by this one",
+                "tokens. Make the plans of all layers with layout= the first one, or split the tokens by this one",
                 RuntimeWarning,
             )
 

@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,13 +70,7 @@ class recorded(Generic[P, R]):
         assert not kwargs, "a step is written with its arguments in their order"
         return recorder.call(self, args)
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> recorded[P, R]: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Callable[..., R]: ...
-
-    def __get__(self, instance: object, owner: type) -> Callable[..., R]:
+    def __get__(self, instance: object, owner: type) -> Any:
         return self if instance is None else functools.partial(self, instance)  # type: ignore[arg-type]
 
     def written(self, write: Callable[..., None]) -> Callable[..., None]:

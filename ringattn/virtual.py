@@ -41,11 +41,7 @@ class VirtualRank(Transport):
         super().__init__(rank, world_size, torch.device(device))
 
     def start_agreement(
-        self,
-        what: str,
-        fields: dict[str, Any],
-        error: Exception | None = None,
-        advice: Mapping[str, str] | None = None,
+        self, what: str, fields: dict[str, Any], error: Exception | None = None, advice: Mapping[str, str] | None = None
     ) -> Agreement:
         if error is not None:
             raise error
@@ -209,11 +205,7 @@ class _Mail:
 
 
 def run(
-    world_size: int,
-    body: Callable[[VirtualRank], T],
-    device: torch.device | str = "cpu",
-    *,
-    streams: bool = False,
+    world_size: int, body: Callable[[VirtualRank], T], device: torch.device | str = "cpu", *, streams: bool = False
 ) -> list[T]:
     """Call ``body(rank)`` for every rank, each in its own thread, and return the results in rank order.
 

@@ -1000,7 +1000,7 @@ def test_sequences_and_numbers_of_tokens_are_checked() -> None:
     for order in (0, [0.0]):
         with pytest.raises(ValueError, match=r"order is .*; pass indices of the 1 sequences"):
             cache.reorder([s], order)
-    with pytest.raises(ValueError, match=r"sequence 0 has 0 tokens; it cannot be cut to 3"):
+    with pytest.raises(ValueError, match=r"length is 3; pass how many tokens sequence 0 keeps of its 0"):
         cache.crop(s, 3)
     assert cache.lengths == {s: 0}
 

@@ -262,8 +262,10 @@ class Slots:
         """Keep the first ``length`` tokens of a sequence. Raise ValueError if it has fewer, or if a window that passed
         has taken what its next token would see."""
         sequence = self[number]
-        if not 0 <= length <= sequence.length:
-            raise ValueError(f"sequence {number} has {sequence.length} tokens; it cannot be cut to {length}")
+        if type(length) is not int or not 0 <= length <= sequence.length:
+            raise ValueError(
+                f"length is {length!r}; pass how many tokens sequence {number} keeps of its {sequence.length}"
+            )
         counts = [tokens.before(length) for tokens in sequence.tokens]
         pages = [-(-count // self.page_size) for count in counts]
         for kind, rank, table in sequence.tables:

@@ -125,17 +125,9 @@ def attention(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         plan.refuse("attention()", error)
         raise
-    call = _Call(
-        plan,
-        scale,
-        float(softcap),
-        kernel,
-        score_mod,
-        q.shape[2] // k.shape[2],
-        tuple(slice(h, min(h + heads, k.shape[2])) for h in range(0, k.shape[2], heads)),
-        place,
-        torch.is_grad_enabled(),
-    )
+    share, kv_heads = q.shape[2] // k.shape[2], k.shape[2]
+    groups = tuple(slice(h, min(h + heads, kv_heads)) for h in range(0, kv_heads, heads))
+    call = _Call(plan, scale, float(softcap), kernel, score_mod, share, groups, place, torch.is_grad_enabled())
     slopes, sink = (x if x is None else x.to(place) for x in (alibi_slopes, sink))
     out, lse = _Attend.apply(q, k, v, slopes, sink, call)
     return (out, lse) if return_lse else out

@@ -82,11 +82,7 @@ class Staging:
     """
 
     def __init__(
-        self,
-        inputs: Sequence[Split | None],
-        results: Sequence[Split],
-        groups: Sequence[slice],
-        engines: Engines,
+        self, inputs: Sequence[Split | None], results: Sequence[Split], groups: Sequence[slice], engines: Engines
     ) -> None:
         self._inputs, self._results, self._groups, self._engines = inputs, results, groups, engines
         self._places = [[self._place(x) for x in inputs] for _ in groups[:2]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from ..dataflow.gathered import fetched_keys
 from ..dataflow.routes import Return, Routes, collected_routes
 from ..layouts import blocks
 from ..layouts.schedule import waves
-from ..memo import on_the_host
+from ..memo import Handles, on_the_host
 from ..operators import differentiable_linear, differentiable_once, operator
 from ..plans import Plan, once
 from ..training.batch import begins
@@ -73,11 +72,7 @@ class Visible:
 
 
 def gathered(
-    plan: Plan,
-    tensors: tuple[Tensor, ...],
-    dim: int,
-    heads: int | None,
-    attend: Callable[[Visible], Any] | None,
+    plan: Plan, tensors: tuple[Tensor, ...], dim: int, heads: int | None, attend: Callable[[Visible], Any] | None
 ) -> Any:
     """Return what :meth:`ringattn.Plan.gathered` says."""
     try:
@@ -213,8 +208,8 @@ class _Moving:
         self.exchanges = {}  # by a number that stands for one in the operator; 0 if it starts it itself
         if not torch._C._are_functorch_transforms_active():
             for members in self.kinds.values():
-                key, rows = next(_keys), _columns([tensors[i].detach() for i in members], dim)
-                self.exchanges[key] = _started[key] = _Started(plan, rows)
+                started = _Started(plan, _columns([tensors[i].detach() for i in members], dim))
+                self.exchanges[_started.add(started)] = started
 
     def arrived(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the visible part of the same tensors, with their gradients."""
@@ -271,8 +266,7 @@ class _Started:
         return self.node.sorted(self.buffer).view(dtype)
 
 
-_keys = itertools.count(1)
-_started: weakref.WeakValueDictionary[int, _Started] = weakref.WeakValueDictionary()
+_started: Handles[_Started] = Handles("exchange")
 
 
 def _start(plan: Plan, sends: list[Message], receives: list[Message]) -> Pending:

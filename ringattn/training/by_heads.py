@@ -51,9 +51,8 @@ def by_heads(layer: nn.Module, groups: int) -> None:
     whole: Callable[..., Any] = kind.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if any(
-            kwargs.get(name) is not None for name in ("cache", "past_key_values")
-        ):  # takes keys of all heads at once
+        # A cache takes the keys of all heads at once.
+        if any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             return whole(layer, hidden_states, *args, **kwargs)
 
         def group(index: int, x: Tensor) -> Tensor:

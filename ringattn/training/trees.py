@@ -178,12 +178,7 @@ def answer_log_probs(trees: Trees, values: Tensor, plan: Plan, wrapper: str) -> 
 
 
 def token_scores(
-    x: Tensor,
-    targets: Tensor,
-    *,
-    weight: Tensor | None = None,
-    entropies: bool = False,
-    chunk: int = 4096,
+    x: Tensor, targets: Tensor, *, weight: Tensor | None = None, entropies: bool = False, chunk: int = 4096
 ) -> Tensor:
     """Return the log-probability of each token's target and, if asked for, the entropy of its distribution, stacked:
     (1, local tokens, 1 or 2), 0 where there is no target.
