@@ -100,8 +100,8 @@ def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
     tokens = [torch.arange(a, b, device="cpu") for a, b in itertools.pairwise(edges)]  # of all shards, numbered
     crossing: list[list[torch.Tensor]] = [[torch.empty(0, dtype=torch.int64, device="cpu")] for _ in relay.nodes]
     extended = []
+    check_fetches(relay.carried, relay.own, "carries", apart=False)
     for rank, runs in enumerate(relay.carried):
-        _check_runs(f"rank {rank} carries", runs, relay.own, apart=False)
         for run in runs:
             require(nodes[run.owner] != nodes[rank], f"rank {rank} carries {run}, which is of its own node")
         parts = [tokens[run.owner][run.tokens] for run in runs]
@@ -122,22 +122,19 @@ def check_relay(relay: Relay, fetches: Sequence[Sequence[Fetch]]) -> None:
         require(once, f"what crosses the network to node {node} is not, once, what its ranks see of others")
 
 
-def _check_runs(who: str, runs: Sequence[Fetch], lengths: Sequence[int], apart: bool) -> None:
-    """Prove that runs are parts of their owners' shards and lie one after another in a buffer, perhaps ``apart``."""
-    first = 0
-    for run in runs:
-        inside = run.offset >= 0 and run.offset + run.length <= lengths[run.owner]
-        require(inside, f"{who} {run}, which is not in the shard of rank {run.owner}")
-        own_rows = run.first >= first if apart else run.first == first
-        require(own_rows, f"{who} {run} to rows of another run")
-        first = run.first + run.length
-
-
-def check_fetches(fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int]) -> None:
-    """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer. Senders and
-    receivers read the same list, so that every send has its receive."""
+def check_fetches(
+    fetches: Sequence[Sequence[Fetch]], lengths: Sequence[int], does: str = "fetches", apart: bool = True
+) -> None:
+    """Prove that every fetch is a part of its owner's shard and has rows of its own in the buffer, one after another
+    unless they may be ``apart``. Senders and receivers read the same list, so that every send has its receive."""
     for rank, runs in enumerate(fetches):
-        _check_runs(f"rank {rank} fetches", runs, lengths, apart=True)
+        first = 0
+        for run in runs:
+            inside = run.offset >= 0 and run.offset + run.length <= lengths[run.owner]
+            require(inside, f"rank {rank} {does} {run}, which is not in the shard of rank {run.owner}")
+            own_rows = run.first >= first if apart else run.first == first
+            require(own_rows, f"rank {rank} {does} {run} to rows of another run")
+            first = run.first + run.length
 
 
 def check_schedule(schedule: Schedule) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .peer.mailbox import Mailbox
 from .plan_arguments import nodes_of
-from .transport.agreement import Agreement
 from .transport.group import Transport
 from .transport.pending import Message, Pending
 
@@ -40,12 +39,8 @@ class VirtualRank(Transport):
             raise ValueError(f"rank is {rank}; it must be between 0 and world_size - 1 = {world_size - 1}")
         super().__init__(rank, world_size, torch.device(device))
 
-    def start_agreement(
-        self, what: str, fields: dict[str, Any], error: Exception | None = None, advice: Mapping[str, str] | None = None
-    ) -> Agreement:
-        if error is not None:
-            raise error
-        return Agreement(what, fields, None)
+    def start_words(self, words: Tensor) -> Callable[[], Tensor]:
+        return lambda: words.expand(self.world_size, -1)  # the others say the same
 
     def refuse(self, call: str, error: Exception) -> None:
         pass  # there is nobody to tell
@@ -54,7 +49,6 @@ class VirtualRank(Transport):
 class _Running(VirtualRank):
     """A rank of :func:`run`."""
 
-    start_agreement = Transport.start_agreement
     refuse = Transport.refuse
 
     def __init__(self, rank: int, world: _World, device: torch.device | str) -> None:

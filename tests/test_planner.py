@@ -102,7 +102,7 @@ def test_what_attention_keeps_is_a_part_of_what_a_backward_needs(hosts: int, dat
     assert kept + more == flow.memory_bytes(plan, shape, True)
     assert (kept > 0) == (row.kind == "gather" and not row.flat), "messages keep nothing"
     words = f"{memory.LABELS['attention']}, in addition to q, k, v, out: "  # as the command says it, the same bytes
-    said = re.search(words + r".* MiB forward, ([\d.]+) MiB backward", flow.describe(plan, shape, "auto"))
+    said = re.search(words + r".* MiB forward, ([\d.]+) MiB backward", plan.describe())
     assert float(said[1]) == pytest.approx((kept + more) / 2**20, abs=0.06)  # type: ignore[index]
     if hosts == 1 and kept:  # as in a forward, and what three others push
         assert kept == flow.memory_bytes(plan, shape, False) + 3 * row.tokens * shape.kv_elements * 4
