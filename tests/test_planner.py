@@ -23,6 +23,7 @@ import ringattn
 from ringattn import dataflow as dataflows
 from ringattn import plan as plan_function
 from ringattn import virtual
+from ringattn.dataflow.description import describe
 from ringattn.predict import cost
 from ringattn.predict.dataflow_time import Candidate, predict
 from ringattn.shape import Shape
@@ -102,7 +103,7 @@ def test_what_attention_keeps_is_a_part_of_what_a_backward_needs(hosts: int, dat
     assert kept + more == flow.memory_bytes(plan, shape, True)
     assert (kept > 0) == (row.kind == "gather" and not row.flat), "messages keep nothing"
     words = f"{memory.LABELS['attention']}, in addition to q, k, v, out: "  # as the command says it, the same bytes
-    said = re.search(words + r".* MiB forward, ([\d.]+) MiB backward", plan.describe())
+    said = re.search(words + r".* MiB forward, ([\d.]+) MiB backward", describe(flow, plan, shape, "auto"))
     assert float(said[1]) == pytest.approx((kept + more) / 2**20, abs=0.06)  # type: ignore[index]
     if hosts == 1 and kept:  # as in a forward, and what three others push
         assert kept == flow.memory_bytes(plan, shape, False) + 3 * row.tokens * shape.kv_elements * 4
