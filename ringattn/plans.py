@@ -339,11 +339,8 @@ class Plan:
         self._trusts, self._unchecked = agreement is not None, agreement
 
     def check_agreement(self) -> None:
-        """Check that all ranks have made this plan, if that is not known yet.
-
-        Raises:
-            Disagreement, RankFailed: of :func:`ringattn.plan`; the same error on every rank, and again in later calls.
-        """
+        """Check that all ranks have made this plan, if that is not known yet. Raise the error of :func:`ringattn.plan`
+        if not: the same on every rank, and again in later calls."""
         if self._unchecked is not None:
             self._unchecked.check()
             self._unchecked = None

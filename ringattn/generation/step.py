@@ -244,11 +244,7 @@ class Step:
 
     def compare(self, q: Tensor, layer: int) -> None:
         """In checking mode (``RINGATTN_CHECK=1``) compare the cache's tables, the layer and q across ranks, waiting for
-        the GPU. In a capture there is nothing to compare.
-
-        Raises:
-            Disagreement: they differ; the same error on every rank, before anything is written.
-        """
+        the GPU, and raise Disagreement before anything is written. In a capture there is nothing to compare."""
         if not self._checking or self._captured:
             return
         state = self.state
