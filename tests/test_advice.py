@@ -122,7 +122,7 @@ CASES: list[tuple[str, Callable[[], Any], list[Callable[[], Any]]]] = [
         [lambda: read(documents=TWO)],
     ),
     (
-        "documents says that a document begins at token 3",
+        "documents says that token 3 of row 0 begins a document",
         lambda: read(documents=TWO, cu_seqlens=[0, N]),
         [lambda: read(documents=TWO), lambda: read(cu_seqlens=[0, N])],
     ),

@@ -66,7 +66,7 @@ def documents(batch: Mapping[str, Any]) -> Tensor | None:
         ids = _from_position_ids(batch, rows, seq_len, real)
     if real is not None:
         if ids is not None and bool((ids < 0).any()):
-            _check_padding(given, ids >= 0, "attention_mask", real)
+            _check_same("is padding", given, ids < 0, "attention_mask", ~real)
         ids = torch.where(real, torch.zeros(rows, seq_len, dtype=torch.int64) if ids is None else ids, -1)
         _check_no_holes(ids)
     if ids is None or bool((ids == ids[:, :1]).all() and (ids >= 0).all()):
@@ -150,26 +150,20 @@ def _ids(name: str, x: Any, rows: int, seq_len: int) -> Tensor:
 def _check_one_meaning(given: str, ids: Tensor, name: str, more: Tensor) -> None:
     """Raise ValueError if two descriptions of documents contradict each other."""
     if name in IDS:
-        _check_padding(given, ids >= 0, name, more >= 0)
+        _check_same("is padding", given, ids < 0, name, more < 0)
     real = (ids >= 0) & (more >= 0)
-    differ = (_starts(ids) != _starts(more))[:, 1:] & real[:, 1:] & real[:, :-1]
-    if bool(differ.any()):
-        row, at = (int(i) for i in differ.nonzero()[0])
-        begins, not_at = (given, name) if bool(_starts(ids)[row, at + 1]) else (name, given)
-        raise ValueError(
-            f"{begins} says that a document begins at token {at + 1} of row {row}, and {not_at} does not; leave one of "
-            "them out of the batch"
-        )
+    inside = torch.zeros_like(real)
+    inside[:, 1:] = real[:, 1:] & real[:, :-1]
+    _check_same("begins a document", given, _starts(ids) & inside, name, _starts(more) & inside)
 
 
-def _check_padding(given: str, real: Tensor, name: str, also: Tensor) -> None:
-    """Raise ValueError if two descriptions have different padding."""
-    if not torch.equal(real, also):
-        row, at = (int(i) for i in (real != also).nonzero()[0])
-        padding, token = (name, given) if bool(real[row, at]) else (given, name)
+def _check_same(what: str, given: str, says: Tensor, name: str, also: Tensor) -> None:
+    """Raise ValueError where one of two descriptions says of a token what the other does not."""
+    if not torch.equal(says, also):
+        row, at = (int(i) for i in (says != also).nonzero()[0])
+        one, other = (given, name) if bool(says[row, at]) else (name, given)
         raise ValueError(
-            f"{padding} says that token {at} of row {row} is padding, and {token} does not; leave one of them out of "
-            "the batch"
+            f"{one} says that token {at} of row {row} {what}, and {other} does not; leave one of them out of the batch"
         )
 
 
