@@ -90,7 +90,8 @@ def order(plan: Plan, device: torch.device, continues: bool, final: bool) -> Ord
     for where, first in _begins(plan, continues):
         at = torch.searchsorted(where, torch.tensor(starts))  # the first token from there on
         linked = linked or not bool(first[at[at < len(where)]].all())
-    return Order(counts, *(torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)), linked)
+    places = [torch.tensor(x, dtype=torch.long, device=device) for x in (several, own)]
+    return Order(counts, places[0], places[1], linked)
 
 
 class Run(NamedTuple):
