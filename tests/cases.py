@@ -23,7 +23,6 @@ from ringattn.dataflow import tiles
 from ringattn.dataflow.gather import transfer_of
 from ringattn.dataflow.gathered import interleaved
 from ringattn.dataflow.routes import many_runs
-from ringattn.dataflow.transfer import Hierarchical
 from ringattn.layouts.relay import Relay
 
 Results = dict[str, Tensor]
@@ -356,9 +355,9 @@ def _messages_of_walk(plan: ringattn.Plan, rank: int) -> tuple[int, int]:
 
 def relay_of(plan: ringattn.Plan) -> Relay:
     """How keys of a gather by node cross the network."""
-    transfer = transfer_of(plan)
-    assert isinstance(transfer, Hierarchical)
-    return transfer.relay
+    relay = transfer_of(plan).relay
+    assert relay is not None
+    return relay
 
 
 def _messages_of_gather(plan: ringattn.Plan, rank: int) -> tuple[int, int]:

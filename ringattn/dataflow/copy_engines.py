@@ -50,7 +50,7 @@ class CopyEngines(Transfer):
     @property
     def messages(self) -> Messages:
         """What moves tensors that have no link."""
-        return Messages(self.plan)
+        return Messages(self.plan, self.relay)
 
     @property
     def pattern(self) -> Pattern:

@@ -18,7 +18,7 @@ Heads are independent, so the work is cut by heads:
   hides its fetch;
 * elsewhere messages fetch, and every group of heads is a wave of its own;
 * on several hosts a key comes to each of them once, by a message, to one of its ranks, and the others take it from
-  there (:mod:`..layouts.relay`), by messages (:mod:`.hierarchical`) or copy engines (:mod:`.hierarchical_engines`).
+  there (:mod:`..layouts.relay`), by messages (:mod:`.messages`) or copy engines (:mod:`.hierarchical_engines`).
 
 Backward: keys and values are fetched again. The float32 partial gradients go to their owners, run by run of keys while
 the kernel is still at work if it counts what is complete, and are summed there in the order of ranks.
@@ -169,14 +169,11 @@ def transfer_of(plan: Plan) -> Transfer:
     """Return how keys of a plan come, and how gradients return: the only place that chooses. Copy engines move
     neighbouring tokens between the ranks that a link has; no relay is needed where they connect all ranks."""
     from .copy_engines import CopyEngines
-    from .hierarchical import HierarchicalMessages
     from .hierarchical_engines import HierarchicalEngines
     from .messages import Messages
 
     engines = not interleaved(plan) and (plan.transport.pulls or plan.transport.linked == plan.nodes)
-    if engines and plan.transport.pulls:
-        return CopyEngines(plan)
-    relay = _relay(plan)
-    if relay is None:
-        return CopyEngines(plan) if engines else Messages(plan)
-    return HierarchicalEngines(plan, relay=relay) if engines else HierarchicalMessages(plan, relay=relay)
+    relay = None if engines and plan.transport.pulls else _relay(plan)
+    if not engines:
+        return Messages(plan, relay)
+    return CopyEngines(plan) if relay is None else HierarchicalEngines(plan, relay)

@@ -22,13 +22,11 @@ from ..program import not_repeatable
 from ..shape import Shape
 from .base import Call
 from .copy_engines import CopyEngines
-from .hierarchical import HierarchicalMessages
 from .routes import start, tokens_of
-from .transfer import Hierarchical
 
 
 @dataclass(frozen=True)
-class HierarchicalEngines(Hierarchical, CopyEngines):
+class HierarchicalEngines(CopyEngines):
     """Across the network once for each node, by messages, and inside of a node by copy engines."""
 
     polls: ClassVar[bool] = False  # messages need multiprocessors, on which such a kernel might leave them no room
@@ -36,15 +34,12 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
     may_store: ClassVar[bool] = False
 
     @property
-    def messages(self) -> HierarchicalMessages:
-        return HierarchicalMessages(self.plan, relay=self.relay)
-
-    @property
     def pattern(self) -> Pattern:
         return self.tables.once("pattern", self._pattern)
 
     def _pattern(self) -> Pattern:
         rank, relay = self.plan.rank, self.relay
+        assert relay is not None
         lengths = relay.lengths
         node = next(ranks for ranks in relay.nodes if rank in ranks)
         place = {other: i for i, other in enumerate(node)}
@@ -88,7 +83,7 @@ class HierarchicalEngines(Hierarchical, CopyEngines):
         """Return what is allocated: memory that the node shares, for this rank's own keys and those that it carries,
         and the receive buffer; in the backward contributions and their sums."""
         s, rank, cut = shape, self.plan.rank, self.waves(shape, backward)
-        (own, extended), sent = self.tokens, tokens_of(rank, self.relay.carried)
+        (own, extended), sent = self.tokens, tokens_of(rank, self.stages[0])
         heads = max(wave.stop - wave.start for wave in cut)
         total = self.kept_bytes(s, backward)
         if self.messages.collects(0):  # what leaves and what arrives in a wave

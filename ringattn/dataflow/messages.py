@@ -1,12 +1,23 @@
 """Keys and values that come by messages in the dataflow "gather", and gradients that return by them.
 
-A message is rows of (tokens, batch, heads, both head dims), see :mod:`.routes`.
+A message is rows of (tokens, batch, heads, both head dims), see :mod:`.routes`. Where one exchange takes a group of
+heads to its kernel, the next group moves while this one is attended. Where keys cross the network once for each node
+(:mod:`..layouts.relay`), there are two in a row: one between nodes, into the extended shards of carriers, and one
+inside of each node. They are a pipeline; in each turn both are one batch of messages, so that the network and the links
+of a node move at the same time:
+
+    turn      0       1       2       3       4
+    network   g0      g1      g2      g3
+    node              g0      g1      g2      g3
+    kernel                    g0      g1      g2      g3
+
+Gradients go the same way back. A carrier sums the contributions of its node in the order of ranks, and an owner those
+of its own node and then those of carriers in the order of ranks, so that sums have the same bits in every run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,15 +30,13 @@ from ..shape import Shape
 from ..transport.pending import Pending
 from .base import Call
 from .gathered import gathered_block, interleaved, rows_of_keys
-from .routes import Return, Routes, collected_routes, direct_routes, many_runs, start, tokens_of
+from .routes import Delivery, Return, Routes, collected_routes, direct_routes, many_runs, start, tokens_of
 from .scratch import piece_elements, walk_bytes
 from .transfer import GradientReturn, Part, Transfer, Waits
 
 
 class Messages(Transfer):
-    """From each rank to each other one."""
-
-    relayed: ClassVar[bool] = False  # two exchanges come before the attention
+    """From each rank to each other one, or across the network once for each node, and from there to the others."""
 
     def collects(self, stage: int) -> bool:
         """Return whether the runs from one rank to another are one message of an exchange."""
@@ -57,24 +66,33 @@ class Messages(Transfer):
 
     def groups(self, shape: Shape, device: torch.device, backward: bool) -> list[slice]:
         """Return the key heads that are fetched and attended one after another."""
-        return head_groups(shape.kv_heads, shape.q_heads, device.type, backward, relayed=self.relayed)
+        return head_groups(shape.kv_heads, shape.q_heads, device.type, backward, relayed=self.relay is not None)
 
     def fetch(self, call: Call, block: Block, waits: Waits, backward: bool, in_place: bool = False) -> Iterator[Part]:
-        routes, groups = self.routes(0, call.k.device), self.groups(call.shape, call.q.device, backward)
+        *network, node = (self.routes(stage, call.k.device) for stage in range(len(self.stages)))
+        (own, extended), late = self.tokens, len(network)
+        groups = self.groups(call.shape, call.q.device, backward)
+        shards: dict[int, Tensor] = {}  # extended, by group
+        buffers: dict[int, Tensor] = {}
 
-        def fetched(heads: slice) -> tuple[Pending, Tensor]:
-            outgoing = routes.outgoing(torch.cat([call.k[:, :, heads], call.v[:, :, heads]], -1).transpose(0, 1))
-            delivery = routes.deliver(outgoing)
-            return start(call.plan.transport, [delivery]), delivery.buffer
+        def turned(turn: int) -> Pending:
+            both = list[Delivery]()
+            if turn < len(groups):
+                shards[turn] = _extended(call, groups[turn], own, extended)
+                both += [x.deliver(x.outgoing(shards[turn][:own]), shards[turn][own:]) for x in network]
+            if turn >= late:
+                both.append(node.deliver(node.outgoing(shards.pop(turn - late))))
+                buffers[turn - late] = both[-1].buffer
+            return start(call.plan.transport, both)
 
-        started = [fetched(groups[0])]
+        for turn in range(late):
+            turned(turn).wait()
+        moving = turned(late)
         for i in range(len(groups)):
-            moving, buffer = started.pop()
             moving.wait()
-            rows = [routes.sorted(buffer)]
-            del buffer  # before the next one is made
+            rows = [node.sorted(buffers.pop(i))]
             if i + 1 < len(groups):
-                started.append(fetched(groups[i + 1]))
+                moving = turned(late + i + 1)
             yield part_of(call, block, groups, i, rows.pop())  # which is freed before the next rows are sorted
 
     def give_back(self, call: Call) -> GradientReturn:
@@ -82,38 +100,56 @@ class Messages(Transfer):
 
     def memory_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the most of the moments in which keys arrive and gradients leave, group by group of heads."""
-        plan, s, rank, runs, collected = self.plan, shape, self.plan.rank, self.plan.fetches, self.collects(0)
-        queries, local, fetched = plan.local_lengths[rank], plan.local_lengths_k[rank], buffer_rows(runs[rank])
-        delivered, sent = delivered_rows(runs[rank], collected), tokens_of(rank, runs)
-        arriving = sent - tokens_of(rank, [runs[rank]])  # contributions of other ranks to this one's keys
-        outgoing = sent if collected else local
-        groups = self.groups(s, plan.transport.device, backward)
-        shares = [0.0, *((g.stop - g.start) / s.kv_heads for g in groups), 0.0]
+        plan, s, rank, (*network, fetches) = self.plan, shape, self.plan.rank, self.stages
+        queries, (own, extended), fetched = plan.local_lengths[rank], self.tokens, buffer_rows(fetches[rank])
+        relayed, out = len(network), tokens_of(rank, fetches)
+        sent = sum(tokens_of(rank, carried) for carried in network)
+        arriving = out - tokens_of(rank, [fetches[rank]])  # contributions of the node's other ranks
+        inside, copied = self.collects(relayed), self.collects(0) * sent  # copies of what leaves
+        leaves, delivered = out if inside else extended, delivered_rows(fetches[rank], inside)
+        cut = self.groups(s, plan.transport.device, backward)
+        shares = [0.0, 0.0, 0.0, *((g.stop - g.start) / s.kv_heads for g in cut), 0.0, 0.0]
         kernel = kernel_bytes(plan, s, fetched, max(shares), backward)
         key, gradient = s.kv_elements * s.itemsize, s.kv_elements * s.state_itemsize
         results = queries * s.result_bytes
-        collects = outgoing + max(local, delivered)
-        starts = collects if collected else max((1 + (s.batch > 1)) * local, local + fetched)
-        moving = (arriving > 0) * outgoing + delivered
-        moments = [shares[1] * starts * key - (not backward) * results]
-        for i, (before, now, after) in enumerate(zip(shares, shares[1:], shares[2:], strict=False)):
-            arrives = (now * fetched + max(collected * now * delivered, after * starts)) * key
-            attends = (now * fetched + after * moving) * key
+        moments = []
+        # The group c is attended, d is inside of the node and e on the network; their gradients are two turns later.
+        for i, (a, b, c, d, e) in enumerate(zip(*(shares[j:] for j in range(5)), strict=False), -1):
+            between, sums = relayed * e * (extended + copied), relayed * b * extended
+            sorts = inside * c * delivered + relayed * d * extended
+            starts = d * max(extended + inside * out, leaves + delivered) + between
+            arrives = (c * fetched + max(sorts, starts)) * key
+            attends = (c * fetched + d * ((arriving > 0) * leaves + delivered) + between) * key
             if not backward:  # the whole output is made after the first group's
-                some = (len(groups) > 1) * now * results
-                moments += [arrives - (i == 0) * results, attends + some]
-                moments += [attends + kernel + some - (i == 0 and len(groups) > 1) * results]
+                some, whole = (len(cut) > 1) * c * results, (i <= 0) * results
+                moments += [arrives - whole]
+                if i >= 0:
+                    moments += [attends + some, attends + kernel + some - (len(cut) > 1) * whole]
                 continue
-            flight, made = before * (delivered + arriving) * gradient, now * fetched * gradient
-            moments += [arrives + flight, attends + flight + made + kernel]
-            if i:  # the sums of the group before
-                moments += [attends + flight + made + before * local * gradient]
-            moments += [attends + now * (delivered + max(collected * fetched, arriving)) * gradient]
+            made, flight = c * fetched, b * (delivered + arriving)
+            home = flight + relayed * a * (extended + sent)
+            leaving = c * delivered + max(inside * made, c * arriving + relayed * b * sent)
+            moments += [arrives + home * gradient, attends + (leaving + sums) * gradient]
+            if i >= 0:
+                moments += [attends + (made + home) * gradient + kernel]
+                moments += [attends + (made + flight + b * extended) * gradient]
         if not backward:
             return round(s.batch * max(0.0, *moments))
-        moments += [shares[-2] * (delivered + arriving + local) * gradient]
-        peak = max(moments) + queries * s.row_bytes + local * gradient
-        return round(s.batch * s.beyond_results(queries, local, peak))
+        before, last = shares[-4:-2]
+        waiting = relayed * (extended + sent)
+        moments += [(last * (delivered + arriving) + max(before * waiting, last * extended)) * gradient]
+        moments += [last * waiting * gradient]
+        peak = max(moments) + queries * s.row_bytes + own * gradient
+        return round(s.batch * s.beyond_results(queries, own, peak))
+
+
+def _extended(call: Call, heads: slice, tokens: int, extended: int) -> Tensor:
+    """Return the extended shard of some heads, of which this rank's own tokens are there: (tokens, batch, heads, both
+    head dims)."""
+    k, v = call.k[:, :, heads], call.v[:, :, heads]
+    shard = k.new_empty(extended, k.shape[0], k.shape[2], k.shape[3] + v.shape[3])
+    torch.cat([k, v], -1, out=shard[:tokens].transpose(0, 1))
+    return shard
 
 
 def part_of(call: Call, block: Block, groups: Sequence[slice], i: int, rows: Tensor) -> Part:

@@ -1,11 +1,11 @@
 """The contract of a transfer: how keys and values come to the ranks of the dataflow "gather", part by part, and how
-their gradients return. :func:`.gather.transfer_of` chooses one of four:
+their gradients return. :func:`.gather.transfer_of` chooses one:
 
                               ranks of one host                  ranks of several hosts
     GPUs that share memory    CopyEngines                        HierarchicalEngines: messages to one rank of a host,
                                                                  from which copy engines of the others fetch
-    others, and layouts in    Messages                           HierarchicalMessages: messages to one rank of a host,
-    which runs interleave                                        and from there to the others
+    others, and layouts in    Messages                           Messages with a relay: to one rank of a host, and from
+    which runs interleave                                        there to the others
 
 A rank's buffer is a list of :class:`~..layouts.schedule.Fetch`: runs of neighbouring tokens of one owner, sorted by
 position.
@@ -14,7 +14,7 @@ position.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
@@ -79,9 +79,14 @@ class GradientReturn(Protocol):
 
 @dataclass(frozen=True)
 class Transfer:
-    """A plan's transfer."""
+    """A plan's transfer.
+
+    Args:
+        relay: how keys cross the network once for each node, in an exchange before the one inside of nodes.
+    """
 
     plan: Plan
+    relay: Relay | None = None
     inside: ClassVar[str] = "messages"  # what moves keys inside of a node
 
     @property
@@ -93,12 +98,13 @@ class Transfer:
     @property
     def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
         """The exchanges that follow each other: for every rank the runs that it takes."""
-        return (self.plan.fetches,)
+        return (self.plan.fetches,) if self.relay is None else (self.relay.carried, self.relay.fetches)
 
     @property
     def tokens(self) -> tuple[int, int]:
         """The tokens of the rank's own shard, and of the one that other ranks of its node take keys from."""
-        return (self.plan.local_lengths_k[self.plan.rank],) * 2
+        own = self.plan.local_lengths_k[self.plan.rank]
+        return own, own if self.relay is None else self.relay.lengths[self.plan.rank]
 
     def verify(self) -> None:
         """Prove that the exchanges bring every rank what it fetches.
@@ -107,10 +113,18 @@ class Transfer:
             AssertionError: with what is wrong and where.
         """
         verify.check_fetches(self.plan.fetches, self.plan.local_lengths_k)
+        if self.relay is not None:
+            verify.check_relay(self.relay, self.plan.fetches)
 
     def meetings(self) -> list[str]:
         """Return lines that say which ranks take which tokens."""
-        return _lines("attends to", self.plan.fetches)
+        lines = _lines("attends to", self.plan.fetches)
+        if self.relay is None:
+            return lines
+        sizes = sorted({len(ranks) for ranks in self.relay.nodes})
+        some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+        nodes = f"{len(self.relay.nodes)} nodes of {some} ranks: messages between them, {self.inside} inside of them"
+        return [*lines, nodes, *_lines("carries for its node", self.relay.carried)]
 
     def of(self, call: Call) -> Transfer:
         """Return the transfer of one call: messages where its tensors have no link."""
@@ -142,35 +156,6 @@ class Transfer:
     def kept_bytes(self, shape: Shape, backward: bool) -> int:
         """Return the part of :meth:`memory_bytes` that stays allocated between calls."""
         return 0
-
-
-@dataclass(frozen=True)
-class Hierarchical(Transfer):
-    """A transfer in two exchanges, between nodes and inside of each one.
-
-    Args:
-        relay: how keys cross the network once for each node.
-    """
-
-    relay: Relay = field(kw_only=True)
-
-    @property
-    def stages(self) -> tuple[Sequence[Sequence[Fetch]], ...]:
-        return self.relay.carried, self.relay.fetches
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        return self.relay.own[self.plan.rank], self.relay.lengths[self.plan.rank]
-
-    def verify(self) -> None:
-        super().verify()
-        verify.check_relay(self.relay, self.plan.fetches)
-
-    def meetings(self) -> list[str]:
-        sizes = sorted({len(ranks) for ranks in self.relay.nodes})
-        some = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-        nodes = f"{len(self.relay.nodes)} nodes of {some} ranks: messages between them, {self.inside} inside of them"
-        return [*super().meetings(), nodes, *_lines("carries for its node", self.relay.carried)]
 
 
 def _lines(what: str, fetches: Sequence[Sequence[Fetch]]) -> list[str]:
