@@ -45,8 +45,8 @@ class Reduce(Dataflow):
         for visit in circulation:
             dq = torch.zeros_like(visit.shard[0], dtype=dtype, memory_format=torch.contiguous_format)
             new = call.backend.backward(
-                Queries(*visit.shard), Keys(call.k, call.v, call.block(visit.owner, plan.rank)), call.score, dq,
-            )  # fmt: skip
+                Queries(*visit.shard), Keys(call.k, call.v, call.block(visit.owner, plan.rank)), call.score, dq
+            )
             dkdv = new if dkdv is None else add_gradients(dkdv, new)
             visit.give((dq,))
             del dq, new  # they would keep a contribution more

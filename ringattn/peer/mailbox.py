@@ -50,8 +50,11 @@ class Mailbox:
         self.mailboxes: Mailboxes = Mailboxes(
             torch.tensor(addresses, dtype=torch.int64, device=device),
             torch.zeros(PROGRAMS.value, dtype=torch.int32, device=device),
-            rank, shown, self._gave_up.data_ptr(), int((limit + _GRACE) * 1e9),
-        )  # fmt: skip
+            rank,
+            shown,
+            self._gave_up.data_ptr(),
+            int((limit + _GRACE) * 1e9),
+        )
         self._together = together
         self._last = [torch.cuda.current_stream(), None]  # streams of the last merge, and of the last one captured
 

@@ -153,12 +153,15 @@ class GradientBuffers:
             stride = (self.keys if own else tokens) * self.width
             pieces += [
                 Piece(
-                    int(own), base + (run.first if own else run.offset) * self.row_bytes, stride, run.offset,
+                    int(own),
+                    base + (run.first if own else run.offset) * self.row_bytes,
+                    stride,
+                    run.offset,
                     run.offset + run.length,
                 )
                 for run in runs
                 if run.owner == self.rank
-            ]  # fmt: skip
+            ]
         key = "sums", tuple(pieces), tokens
         return link.tables.once(key, lambda: sum_table(pieces, tokens, link.device))  # type: ignore[no-any-return]
 
