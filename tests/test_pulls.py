@@ -218,7 +218,7 @@ class Kernels(Backend):
     def reads_in_place(self, k: Tensor, v: Tensor) -> bool:
         return self.case.in_place
 
-    def completion_counts(self, q, keys, score, *, deterministic=False):  # type: ignore[no-untyped-def]
+    def completion_counts(self, q, keys, *, deterministic=False):  # type: ignore[no-untyped-def]
         k, _, block, _ = keys
         rows = self.case.counts
         if not rows or not self.case.waits or k.shape[0] * k.shape[2] % rows:
