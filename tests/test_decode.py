@@ -203,6 +203,11 @@ def test_under_autocast_tokens_are_cast_to_the_caches_dtype(way: Way) -> None:
         assert out.dtype == torch.bfloat16
         again = ringattn.decode(q.bfloat16(), k.bfloat16(), v.bfloat16(), step, layer=0)
         assert torch.equal(out, again)
+        with (
+            torch.autocast(model.device.type, torch.bfloat16),
+            pytest.raises(TypeError, match="v is None, but the cache stores values"),
+        ):
+            ringattn.decode(q, k, None, step, layer=0)
 
     way.run(2, body)
 
