@@ -187,7 +187,8 @@ class Host:
             sys.setprofile(None)
         return count
 
-    def _compile(self, kernel: Any, device: Any, grid: Any, args: Any, constants: Any, *more: Any) -> Any:
+    def _compile(self, asked: Any, rehearse: object = None) -> Any:
+        kernel, device, _, args, constants, *_ = asked
         names = kernel.arg_names[len(args) :]
         key = launch._key(kernel, device, args, constants)
         return launch._compiled.put(key, (_Compiled(self, kernel.__name__), [constants.get(name) for name in names]))
