@@ -7,6 +7,7 @@ needs a dataflow: predictions and proofs.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -45,9 +46,12 @@ class Begun(NamedTuple):
 def once(function: Callable[Concatenate[Plan, P], T]) -> Callable[Concatenate[Plan, P], T]:
     """Make a function of a plan and of hashable positional arguments keep its results with the plan."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def kept(plan: Plan, *arguments: P.args, **named: P.kwargs) -> T:
-        return plan.once(function, *arguments, **named)  # which takes no named ones
+        positional = signature.bind(plan, *arguments, **named).args[1:] if named else arguments
+        return plan.once(function, *positional)
 
     return kept
 

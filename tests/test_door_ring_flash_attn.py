@@ -341,6 +341,20 @@ def test_attention_as_before_where_the_switch_is_off() -> None:
     assert transformers.modeling_flash_attention_utils._flash_attention_forward is before[1]
 
 
+def test_a_module_that_kept_our_function_gets_theirs_once_the_door_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was imported while the door was open; transformers' own is imported before."""
+    flash = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    monkeypatch.setattr(flash, "_flash_attention_forward", lambda *args, **options: "theirs")
+    monkeypatch.setattr(ring_flash_hf, "create_ring_flash_attention_forward", lambda *args: [lambda *args: "ours"])
+    monkeypatch.setattr(ring_flash_hf, "check_params", lambda *args: True)
+    ring_flash_hf.substitute_hf_flash_attn(None)
+    kept = flash._flash_attention_forward
+    assert kept() == "ours"
+    ring_flash_hf.substituted.close()
+    assert kept() == flash._flash_attention_forward() == "theirs"
+    assert "transformers.integrations.flash_attention" in sys.modules
+
+
 def test_a_caller_of_transformers_function_finds_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = pytest.importorskip("transformers").modeling_flash_attention_utils
     monkeypatch.setattr(flash, "_flash_attention_forward", lambda q, *args, **options: (q.shape, options["is_causal"]))

@@ -171,6 +171,12 @@ def test_a_kernel_that_one_rank_cannot_run_raises_on_all(pools: Callable[[int], 
 # What moves.
 
 
+def test_what_a_plan_keeps_is_asked_for_by_name_too() -> None:
+    plan = plan_function(8, VirtualRank(0, 2), causal=True)
+    assert plan.visible(q_rank=0, k_rank=1) == plan.visible(0, k_rank=1) == plan.visible(0, 1)
+    assert plan.block(k_rank=1, q_rank=0) is plan.block(0, 1)
+
+
 def test_a_window_of_one_shard_moves_one_hop_not_seven() -> None:
     """8 shards of 6 tokens; k and v of 2 heads, 8 wide, in float64, are 2 messages of 1536 bytes a hop."""
     hop = 2 * 6 * 2 * 8 * 8

@@ -128,19 +128,14 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
     return _attend("flash_attn_kvpacked_func", q, k, v, *args, **options)
 
 
-@_with_options
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *args: Any,
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return attention over packed documents, (local tokens, heads, head_dim).
 
     Args:
@@ -155,7 +150,10 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotImplementedError("flash_attn_varlen_func got block_table; for a cache of keys use ringattn.KVCache")
-    return _attend_varlen("flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, *args, **options)
+    return _attend_varlen(
+        "flash_attn_varlen_func", q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 def _attend_varlen(

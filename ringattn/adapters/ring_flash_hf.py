@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,7 +104,12 @@ def substitute_hf_flash_attn(process_group: Any, heads_k_stride: int = 1) -> Non
     several = create_ring_flash_attention_forward(process_group, heads_k_stride)
     ours = next((f for f in several if check_params(theirs, f)), several[-1])
 
-    def forward(*args: Any, **options: Any) -> Any:
-        return (ours if RING_ATTN_SWITCH else theirs)(*args, **options)
+    closed: list[bool] = []  # modules that are imported while the door is open keep our function
 
+    def forward(*args: Any, **options: Any) -> Any:
+        return (ours if RING_ATTN_SWITCH and not closed else theirs)(*args, **options)
+
+    with suppress(ImportError):  # which has their function by name
+        import_module("transformers.integrations.flash_attention")
+    substituted.callback(closed.append, True)
     substituted.enter_context(everywhere(theirs, forward))

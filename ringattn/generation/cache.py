@@ -278,8 +278,8 @@ class KVCache:
             CacheFull: other sequences took the room since :meth:`plan`; on every rank, and nothing has changed.
             ValueError, TypeError: the value, what was expected and the fix; k or v that require grad under grad mode.
         """
-        k, v = as_stored(self._memory.pools[0], k, v)
         try:
+            k, v = as_stored(self._memory.pools[0], k, v)
             check_no_gradients("extend()", dict(k=k, v=v))  # the cache would keep the graphs of all that was written
             chunk, first = self._check_extend(plan, layer, k, v)
             if not chunk.layers:

@@ -225,7 +225,7 @@ def as_stored(pool: Pool, *tensors: Tensor | None) -> Any:
     cast = autocast_dtype(pool.k.device)
     if cast is None or pool.accepts(cast) != cast:
         return tensors
-    return tuple(x if x is None else as_autocast(x)[0] for x in tensors)
+    return tuple(as_autocast(x)[0] if isinstance(x, Tensor) else x for x in tensors)  # others are refused later
 
 
 def check_no_gradients(what: str, tensors: Mapping[str, Any]) -> None:

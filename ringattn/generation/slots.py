@@ -226,8 +226,15 @@ class Slots:
 
     def replay(self, number: int, new: int, steps: int) -> None:
         """Record that a sequence has had steps of ``new`` tokens added, whose slots have pages."""
-        for _ in range(steps):
-            self.count(self.row(number), new)
+        sequence = self[number]
+        for rank, turn in self._turns(sequence, new):
+            taken, length = min(turn, steps) * new, sequence.length
+            if not taken:
+                break
+            sequence.tokens[rank].append([range(length, length + taken)])
+            in_turn = sequence.turn_tokens + taken  # 0 before a turn that begins here
+            sequence.turn, sequence.turn_tokens = rank, in_turn if in_turn < self.page_size else 0
+            steps -= taken // new
 
     def reserve(self, numbers: Sequence[int], tokens: int, new: int) -> list[Copy]:
         """Make room for ``tokens`` more tokens of each sequence in steps of ``new``; return the pages to copy first."""

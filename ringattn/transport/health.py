@@ -116,7 +116,7 @@ class Arrivals:
             asked = background.start(self._ask)  # the host of the store may be lost
             if asked is None or not asked.ended(_PATIENCE) or asked.error is not None:
                 return None, ""
-            for rank, (_, process) in come.items():
+            for rank, (_, process) in list(come.items()):  # an earlier look may still add to them
                 if process is not None and (problem := process.problem()):
                     return rank, f"{rank_name(rank, self._ranks, process.number)} {problem}"
             absent = [rank for rank in range(self._world_size) if rank not in come]

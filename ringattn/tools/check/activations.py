@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 Key = tuple[str, int]  # the name of a module, and which of its calls
 
@@ -81,7 +80,11 @@ class Recorder:
 
 def _copies(x: Any) -> list[Tensor]:
     """Return copies of all tensors in nested tuples, lists and dicts: modules may write over theirs."""
-    return [leaf.detach().clone() for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+    if isinstance(x, Tensor):
+        return [x.detach().clone()]
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [tensor for part in x for tensor in _copies(part)] if isinstance(x, tuple | list) else []
 
 
 @dataclass(frozen=True)
