@@ -408,6 +408,28 @@ def test_a_layer_computed_again_exchanges_again_on_every_rank(
             torch.testing.assert_close(again[name], y, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_of_some_tensors_alone(layer: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks take part in the backward of an exchange, or none: also those without tokens."""
+    if kernel:
+        by_kernels(monkeypatch)
+
+    def body(rank: virtual.VirtualRank) -> list[Tensor]:
+        plan = ringattn.plan(2, rank, causal=True, layout="contiguous")
+        whole = {name: y if y.ndim == 1 else y[:, :2] for name, y in tensors(layer).items()}
+        dout, got = plan.shard(randn(BATCH, 2, HEADS, VALUES, seed=9)), []
+        for name in (name for name, y in whole.items() if y.ndim > 1):
+            own = {n: y if y.ndim == 1 else plan.shard(y).requires_grad_(n == name) for n, y in whole.items()}
+            out = getattr(ringattn, layer)(**own, plan=plan, **options(layer))
+            got.append(plan.unshard(torch.autograd.grad(out, own[name], dout)[0]))
+        return got
+
+    (alone,), (several, *_) = virtual.run(1, body), virtual.run(4, body)
+    for a, b in zip(several, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_documents_of_one_rank_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     exchanged = states.unshard

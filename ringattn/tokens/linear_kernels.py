@@ -222,7 +222,7 @@ def run(
     """Return the recurrence of q, k, v, g and, for the delta rule, beta, from a state before it, and with ``final`` the
     state after it. Shapes fit."""
     rows, length, heads, dim_v = x["v"].shape
-    delta, dim = "beta" in x, x["k"].shape[3]
+    delta = "beta" in x
     longest = LONGEST if delta else None
     table = plan.once(segments, rows, x["v"].device, state is not None, final, longest)
     if not delta:
@@ -237,7 +237,7 @@ def run(
         if not outs:  # no tokens, which are part of all tensors
             outs.append(x["v"].flatten(0, 1)[None, :0] + sum(y[:, :0].sum().to(x["v"].dtype) for y in x.values()))
         if table.linked is None and table.ahead.order.linked:
-            outs[0] = states.without(outs[0], dim)
+            outs[0] = states.without(outs[0], x)
         flat = torch.cat(outs, 1)[0] if len(outs) > 1 else outs[0][0]
         if table.place is not None:
             flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])[table.place]
@@ -271,10 +271,13 @@ class Decays:
         pieces = zip(reads[0].split(lengths), states.to(reads.dtype), strict=True)
         return out + torch.cat([(r.transpose(0, 1) @ state).transpose(0, 1) for r, state in pieces])
 
-    def without(self, out: Tensor, dim: int) -> Tensor:
+    def without(self, out: Tensor, x: dict[str, Tensor]) -> Tensor:
         """Return outputs as they are, of a rank without linked segments: it takes part in the exchange, and in its
         backward."""
-        b = out[0, :0, :, None].expand(-1, -1, dim, -1).to(torch.promote_types(out.dtype, torch.float32))
+        dim, wide = x["k"].shape[3], torch.promote_types(out.dtype, torch.float32)
+        b = out.detach()[0, :0, :, None].expand(-1, -1, dim, -1).to(wide)
+        # Requires gradients where effects do, which have nothing of the queries
+        b = b + sum(x[name][:, :0].sum().to(wide) for name in ("k", "v", "g"))
         maps = Affine(b[..., :1, :1], b)
         _, self.after = chain(self.plan, self.table.ahead, maps, self.what, self.state)
         return _Takes.apply(out, self.after)  # type: ignore[no-any-return]
@@ -315,10 +318,12 @@ class Exchange:
         out: Tensor = kernel(**x, cp_context=self, **options)[0]
         return out
 
-    def without(self, out: Tensor, dim: int) -> Tensor:
+    def without(self, out: Tensor, x: dict[str, Tensor]) -> Tensor:
         """As :meth:`Decays.without`."""
         dtype = torch.promote_types(out.dtype, torch.float32)
-        maps = (out.new_empty(0, out.shape[2], dim, n, dtype=dtype) for n in (dim, out.shape[3]))
+        maps = (
+            out.new_empty(0, out.shape[2], x["k"].shape[3], n, dtype=dtype) for n in (x["k"].shape[3], out.shape[3])
+        )
         return _Bystander.apply(out, self, *maps)  # type: ignore[no-any-return]
 
     def forward(self, *, u: Tensor, **x: Any) -> Tensor:
