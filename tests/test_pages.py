@@ -41,7 +41,7 @@ def test_readme_has_no_commit_hashes() -> None:
 
 
 def test_readme_has_the_names_that_errors_list() -> None:
-    """Of the arguments that take names: what is missing in README nobody finds before a wrong call."""
+    """Otherwise users find a missing name only by passing a wrong one."""
     names = dict(kernel=BACKENDS, layout=LAYOUTS, dataflow=dataflows())
     sections = {
         "kernel": README.partition("`attention(kernel=...)`")[2].partition("\n\n")[0],

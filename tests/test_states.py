@@ -229,7 +229,7 @@ def test_a_context_of_ours_is_asked_in_place_of_the_package(monkeypatch: pytest.
 def test_effects_of_segments_are_those_of_their_chunks(layer: str) -> None:
     """Also on gradients of states."""
     pytest.importorskip("triton")
-    from ringattn.kernels.triton.delta_effect import Chunks, effect, effect_backward
+    from ringattn.kernels.triton.delta_effect import Representation, effect, effect_backward
     from ringattn.kernels.triton.primitives import INTERPRETED
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -281,7 +281,7 @@ def test_effects_of_segments_are_those_of_their_chunks(layer: str) -> None:
     queries, keys, w, u, dout, dv, sums = (
         x.float().to(device) for x in (queries, keys, w, u, dout, dv, sums * math.log2(math.e))
     )
-    chunks = Chunks(keys, w, *((None, sums) if layer == "kda" else (sums, None)), size)
+    chunks = Representation(keys, w, *((None, sums) if layer == "kda" else (sums, None)), size)
     table = torch.tensor(bounds, device=device)
     got = *effect(chunks, u, table), effect_backward(chunks, queries, dout, dv, scale, table)
     for x, want in zip(got, zip(*wanted, strict=True), strict=True):

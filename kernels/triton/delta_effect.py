@@ -1,9 +1,9 @@
-"""The effect of many tokens on the state of a delta rule, and of their gradients on that of the state, in Triton.
+"""The effect of segments of tokens on the state of a delta rule, and on the gradient of that state, in Triton.
 
 From what flash-linear-attention's kernels compute for each chunk of tokens (the WY representation of Yang et al.,
 arXiv:2406.06484 and 2412.06464: w, u, decays ``g`` or ``gk`` to the base 2, summed within chunks) they go from chunk
-to chunk as the kernels of the layer do, and write nothing but the end. Segments of a row are independent, so that a
-long one has many programs, while the layer's own kernel has one for each head and some columns of the state.
+to chunk as the kernels of the layer do, and store the result alone. Segments are independent, so that a long row has
+many programs, while the layer's own kernel has one for each head and some columns of the state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..launch import dispatch, on_device
 from .primitives import bound
 
 
-class Chunks(NamedTuple):
-    """What the layer's kernels know of chunks of tokens.
+class Representation(NamedTuple):
+    """The WY representation of chunks of tokens, as the layer's kernels have computed it.
 
     Attributes:
         k: (1, tokens, heads, K).
@@ -37,7 +37,7 @@ class Chunks(NamedTuple):
     size: int
 
 
-def effect(x: Chunks, u: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+def effect(x: Representation, u: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """Return a (segments, value heads, K, K) and b (segments, value heads, K, V), float32: segments change a state S
     to ``a S + b``.
 
@@ -108,7 +108,7 @@ def _effect(
         tl.store(a + row[:, None] * dim + own[None, :], state, mask=mask)
 
 
-def effect_backward(x: Chunks, q: Tensor, dout: Tensor, dv: Tensor, scale: float, segments: Tensor) -> Tensor:
+def effect_backward(x: Representation, q: Tensor, dout: Tensor, dv: Tensor, scale: float, segments: Tensor) -> Tensor:
     """Return c (segments, value heads, K, V), float32: the gradient of the state before a segment is ``a^T dS + c``, dS
     that of the state after it.
 

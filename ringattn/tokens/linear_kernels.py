@@ -328,16 +328,16 @@ class Exchange:
 
     def forward(self, *, u: Tensor, **x: Any) -> Tensor:
         """Return the states (segments, value heads, K, V) before the linked segments."""
-        chunks, bounds = self._chunks(x), self._bounds(self.table.continued)
-        return self.ahead(Affine(*self.kernels.effect(chunks, u, bounds)))
+        known, bounds = self._known(x), self._bounds(self.table.continued)
+        return self.ahead(Affine(*self.kernels.effect(known, u, bounds)))
 
     def backward(self, *, q: Tensor, do: Tensor, dv: Tensor, scale: float, **x: Any) -> tuple[Tensor, None]:
         """Return the gradients of the states after the linked segments, and None: those before them are not wanted."""
-        chunks, bounds = self._chunks(x), self._bounds(self.table.continuing)
-        return self.back(self.kernels.effect_backward(chunks, q, do, dv, scale, bounds)), None
+        known, bounds = self._known(x), self._bounds(self.table.continuing)
+        return self.back(self.kernels.effect_backward(known, q, do, dv, scale, bounds)), None
 
-    def _chunks(self, x: dict[str, Any]) -> Any:
-        return self.kernels.Chunks(x["k"], x["w"], x.get("g"), x.get("gk"), x["chunk_size"])
+    def _known(self, x: dict[str, Any]) -> Any:
+        return self.kernels.Representation(x["k"], x["w"], x.get("g"), x.get("gk"), x["chunk_size"])
 
     def _bounds(self, segments: Tensor) -> Tensor:
         """Return (segments, 2), the first token and the end of some segments."""

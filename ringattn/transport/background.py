@@ -54,7 +54,7 @@ class _Threads:
             except BaseException as error:
                 task.error = error
             task.run, done = None, task.done
-            del task  # before whoever waits goes on
+            del task  # before the waiting thread continues
             done.set()
             self.idle.release()
 
